@@ -1,0 +1,167 @@
+"""The bus over Redis streams (7.0; 6.2 is the floor). The only door to redis-py.
+
+Errors of the client become BusUnavailable without the URL's password. A read asks one command per
+key, pipelined, so that keys of different slots work; only a read of one key blocks in the server.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from importlib import resources
+from typing import Any, cast
+from urllib.parse import urlsplit
+
+import redis
+
+from gradloc_proto import streams
+from gradloc_proto.bus import START, BusUnavailable, Checkpoint, Commit, CommitResult, Entry
+
+_FIELD = b"m"
+_RENEW = (
+    "if redis.call('GET', KEYS[1]) == ARGV[1] then return redis.call('PEXPIRE', KEYS[1], ARGV[2]) else return 0 end"
+)
+_ACQUIRE = (
+    "local owner = redis.call('GET', KEYS[1]) "
+    "if owner == false or owner == ARGV[1] then "
+    "redis.call('SET', KEYS[1], ARGV[1], 'PX', ARGV[2]) return 1 else return 0 end"
+)
+_RELEASE = "if redis.call('GET', KEYS[1]) == ARGV[1] then return redis.call('DEL', KEYS[1]) else return 0 end"
+
+
+def display_url(url: str) -> str:
+    """`url` without user name and password, fit for logs."""
+    parts = urlsplit(url)
+    host = parts.hostname or ""
+    port = f":{parts.port}" if parts.port else ""
+    return f"{parts.scheme}://{host}{port}{parts.path}"
+
+
+class RedisBus:
+    """`url` is redis:// or rediss://; `timeout_s` bounds every call that does not ask to block."""
+
+    def __init__(self, url: str, *, timeout_s: float = 5.0) -> None:
+        self._display_url = display_url(url)
+        self._timeout_s = timeout_s
+        try:
+            self._redis = redis.Redis.from_url(
+                url, socket_timeout=timeout_s, socket_connect_timeout=timeout_s, decode_responses=False
+            )
+        except ValueError as error:
+            raise ValueError(
+                f"Redis URL {self._display_url!r}: {error}; expected redis://host:port/0 or rediss://..."
+            ) from None
+        lua = resources.files("gradloc_proto").joinpath("commit.lua").read_text()
+        self._commit = self._redis.register_script(lua)
+        self._renew = self._redis.register_script(_RENEW)
+        self._acquire = self._redis.register_script(_ACQUIRE)
+        self._release = self._redis.register_script(_RELEASE)
+
+    @contextmanager
+    def _errors(self) -> Iterator[None]:
+        try:
+            yield
+        except redis.RedisError as error:
+            text = str(error).split("\n", maxsplit=1)[0][:200]
+            raise BusUnavailable(f"Redis at {self._display_url}: {text}") from None
+
+    def append(self, key: str, data: Sequence[bytes], *, length_max: int) -> None:
+        if not data:
+            return
+        with self._errors(), self._redis.pipeline(transaction=False) as pipeline:
+            for item in data:
+                pipeline.xadd(key, {_FIELD: item}, maxlen=length_max, approximate=True)
+            pipeline.execute()
+
+    def read(self, cursors: Mapping[str, str], *, count: int, block_s: float | None = None) -> dict[str, list[Entry]]:
+        if not cursors:
+            return {}
+        with self._errors():
+            if len(cursors) == 1 and block_s:
+                return self._read_blocking(cursors, count, block_s)
+            found = self._read_now(cursors, count)
+        return found
+
+    def _read_blocking(self, cursors: Mapping[str, str], count: int, block_s: float) -> dict[str, list[Entry]]:
+        # The server answers within block_s, well before the socket's time-out.
+        block_ms = max(1, int(min(block_s, self._timeout_s / 2) * 1000))
+        reply: Any = self._redis.xread(cast(Any, dict(cursors)), count=count, block=block_ms)
+        return {_text(key): _entries(rows) for key, rows in _pairs(reply) if rows}
+
+    def _read_now(self, cursors: Mapping[str, str], count: int) -> dict[str, list[Entry]]:
+        with self._redis.pipeline(transaction=False) as pipeline:
+            for key, cursor in cursors.items():
+                pipeline.xrange(key, min=f"({cursor}", count=count)
+            replies = pipeline.execute()
+        return {key: _entries(rows) for key, rows in zip(cursors, replies, strict=True) if rows}
+
+    def read_last(self, key: str, *, count: int) -> list[Entry]:
+        with self._errors():
+            rows: Any = self._redis.xrevrange(key, count=count)
+        return _entries(reversed(rows))
+
+    def length(self, key: str) -> int:
+        with self._errors():
+            return int(cast(int, self._redis.xlen(key)))
+
+    def last_id(self, key: str) -> str:
+        with self._errors():
+            try:
+                info: Any = self._redis.xinfo_stream(key)
+            except redis.ResponseError as error:
+                if "no such key" in str(error):
+                    return START
+                raise
+        return _text(info["last-generated-id"])
+
+    def trim(self, key: str, *, before_id: str) -> None:
+        with self._errors():
+            self._redis.xtrim(key, minid=before_id, approximate=True)
+
+    def acquire_lease(self, run_id: str, nonce: str, *, ttl_s: float) -> bool:
+        with self._errors():
+            return bool(self._acquire(keys=[streams.lease(run_id)], args=[nonce, int(ttl_s * 1000)]))
+
+    def renew_lease(self, run_id: str, nonce: str, *, ttl_s: float) -> bool:
+        with self._errors():
+            return bool(self._renew(keys=[streams.lease(run_id)], args=[nonce, int(ttl_s * 1000)]))
+
+    def release_lease(self, run_id: str, nonce: str) -> None:
+        with self._errors():
+            self._release(keys=[streams.lease(run_id)], args=[nonce])
+
+    def load_checkpoint(self, run_id: str) -> Checkpoint | None:
+        with self._errors():
+            state, cursor = cast(
+                "list[bytes | None]", self._redis.mget([streams.state(run_id), streams.cursor(run_id)])
+            )
+        return None if cursor is None or state is None else Checkpoint(cursor.decode(), state)
+
+    def commit(self, commit: Commit) -> CommitResult:
+        keys = [streams.lease(commit.run_id), streams.state(commit.run_id), streams.cursor(commit.run_id)]
+        args: list[Any] = [commit.nonce, commit.expected_cursor, commit.new_cursor, commit.state]
+        for output in commit.outputs:
+            keys.append(output.key)
+            args += [output.length_max, output.data]
+        with self._errors():
+            return CommitResult(_text(self._commit(keys=keys, args=args)))
+
+    def ping(self) -> None:
+        with self._errors():
+            self._redis.ping()
+
+    def close(self) -> None:
+        self._redis.close()
+
+
+def _text(value: Any) -> str:
+    return value.decode() if isinstance(value, bytes) else str(value)
+
+
+def _pairs(reply: Any) -> list[tuple[Any, Any]]:
+    if isinstance(reply, dict):  # RESP3: {key: [rows]}
+        return [(key, rows[0] if len(rows) == 1 and isinstance(rows[0], list) else rows) for key, rows in reply.items()]
+    return [(key, rows) for key, rows in reply or ()]
+
+
+def _entries(rows: Any) -> list[Entry]:
+    # An entry without our field is somebody's mistake: it travels as empty bytes, and the decoder rejects it.
+    return [Entry(_text(entry_id), fields.get(_FIELD, b"") if fields else b"") for entry_id, fields in rows]

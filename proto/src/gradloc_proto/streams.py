@@ -1,0 +1,46 @@
+"""Names, lengths and times of everything kept in Redis, each with its reason.
+
+All keys of one run share the hash tag {run_id}, so that one Lua script may touch them together.
+"""
+
+from typing import Literal
+
+StreamName = Literal["steps", "incidents", "limits", "control", "findings"]
+STREAM_NAMES: tuple[StreamName, ...] = ("steps", "incidents", "limits", "control", "findings")
+
+REGISTRY = "gradloc:runs"  # stream of RunStarted: how services learn that a run exists
+
+# A finding with a 4,096-token window is about 150 kB; a step with 500 layers 20 kB.
+MESSAGE_BYTES_MAX = 1_048_576
+# Length limits are approximate (XADD MAXLEN ~). Steps: a day at one step a second.
+STREAM_LENGTH_MAX: dict[StreamName, int] = {
+    "steps": 86_400,
+    "incidents": 10_000,
+    "limits": 64,  # only the newest version matters; a few more for late readers
+    "control": 10_000,
+    "findings": 10_000,
+}
+REGISTRY_LENGTH_MAX = 100_000
+DEAD_LETTERS_LENGTH_MAX = 1_000  # enough to see what went wrong, never a leak
+LEASE_TTL_S = 15.0  # a dead owner is replaced within a quarter of the promised minute
+RUN_KEYS_TTL_S = 7 * 24 * 3600  # a run that has ended is gone from Redis after a week
+
+
+def stream(run_id: str, name: StreamName) -> str:
+    return f"gradloc:{{{run_id}}}:{name}"
+
+
+def dead_letters(run_id: str) -> str:
+    return f"gradloc:{{{run_id}}}:dead-letters"
+
+
+def lease(run_id: str) -> str:
+    return f"gradloc:{{{run_id}}}:detector:lease"
+
+
+def state(run_id: str) -> str:
+    return f"gradloc:{{{run_id}}}:detector:state"
+
+
+def cursor(run_id: str) -> str:
+    return f"gradloc:{{{run_id}}}:detector:cursor"

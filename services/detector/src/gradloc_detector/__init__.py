@@ -1,0 +1,1 @@
+"""Folds the steps of training runs into incidents and limits, and dispatches localizations."""

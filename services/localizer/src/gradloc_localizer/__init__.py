@@ -1,0 +1,1 @@
+"""The Ray job: replay, attribution, bisection, certificate, diagnosis."""

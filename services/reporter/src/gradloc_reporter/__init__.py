@@ -1,0 +1,1 @@
+"""Database, REST, web page, Prometheus and Slack."""
