@@ -1,0 +1,335 @@
+"""Snapshots: all that is needed to recompute a step elsewhere, as files with digests.
+
+    {store}/{run_id}/{attempt}/{step}/
+        batch/rank-0.safetensors      tensors of the rank's micro-batches (names in MicroBatch)
+        weights/model.safetensors     weights before the update
+        tokenizer.json                if the trainer gave one
+        parts/rank-0.json             what the rank wrote: sizes and sha256 (RankPart)
+        manifest.json                 last: the snapshot exists when this does (Manifest)
+
+Nothing here is ever unpickled, and no byte is believed before its sha256 was compared. Knows no
+training loop (watch.py writes, the localizer reads). Shapes: B rows, T positions, R positions with
+a logp (the last R of T).
+"""
+
+import json
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Literal
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from safetensors import SafetensorError
+from safetensors.torch import load as load_tensors
+from safetensors.torch import save as save_tensors
+
+from gradloc.store import Store, StoredFile, StoreUnavailable, digest
+
+FORMAT = "gradloc-snapshot"
+VERSION = 1
+MANIFEST = "manifest.json"
+WEIGHTS = "weights/model.safetensors"
+TOKENIZER = "tokenizer.json"
+PARTS_TIMEOUT_S = 60.0
+
+
+class SnapshotRejected(ValueError):
+    """A snapshot that is missing, truncated, altered or of another version; the text says which."""
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """One micro-batch of one rank as the trainer ran it.
+
+    coefficient_BR is dL/dlogp as this rank's backward saw it (raw: also outside the mask, also NaN).
+    """
+
+    ids_BT: torch.Tensor  # int64 [B, T]
+    mask_BR: torch.Tensor  # bool [B, R]
+    logp_BR: torch.Tensor  # [B, R]
+    coefficient_BR: torch.Tensor  # [B, R]
+    attention_mask_BT: torch.Tensor | None = None  # bool [B, T]
+    position_ids_BT: torch.Tensor | None = None  # int64 [B, T]
+    rollout_logp_BR: torch.Tensor | None = None
+    old_logp_BR: torch.Tensor | None = None
+    advantage_BR: torch.Tensor | None = None
+    uids: tuple[str, ...] = ()
+    temperature: float = 1.0
+
+    @property
+    def first_position(self) -> int:
+        """Position in the row of the first token with a logp: T - R."""
+        return self.ids_BT.shape[1] - self.logp_BR.shape[1]
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.mask_BR.sum())
+
+
+_TENSOR_FIELDS = tuple(field.name for field in fields(MicroBatch) if field.name not in ("uids", "temperature"))
+
+
+class _Document(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="ignore", ser_json_inf_nan="strings")
+
+
+class FileRecord(_Document):
+    num_bytes: int = Field(ge=0)
+    sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
+
+
+class MicroBatchRecord(_Document):
+    uids: tuple[str, ...] = ()
+    temperature: float = 1.0
+
+
+class RankPart(_Document):
+    """What one rank wrote. `grad_factor` takes raw coefficients to the step's gradient (1/world size
+    under data-parallel averaging): g = sum over ranks of grad_factor * sum_i c_i grad logp_i."""
+
+    rank: int = Field(ge=0)
+    grad_factor: float
+    micro_batches: tuple[MicroBatchRecord, ...]
+    files: dict[str, FileRecord]
+
+
+class Manifest(_Document):
+    format: Literal["gradloc-snapshot"] = "gradloc-snapshot"
+    version: int = VERSION
+    run_id: str
+    attempt: int
+    step: int
+    created_at: float
+    world_size: int = Field(ge=1)
+    grad_norm: float
+    layer_norms: dict[str, float] = {}
+    limit: float | None = None
+    healthy_norm: float | None = None
+    healthy_layer_norms: dict[str, float] = {}
+    weights: Literal["before-update", "after-update", "reference", "none"] = "before-update"
+    model_config_hf: dict[str, Any] | None = None
+    architecture: str | None = None
+    model_factory: str | None = None
+    tied_weights: dict[str, str] = {}
+    parameter_dtype: str = "float32"
+    autocast_dtype: str | None = None
+    attention: str | None = None
+    training_mode: bool = True
+    loss_scale: float = 1.0
+    versions: dict[str, str] = {}
+    parts: tuple[RankPart, ...]
+    files: dict[str, FileRecord] = {}
+
+    @property
+    def num_bytes(self) -> int:
+        records = [*self.files.values(), *(r for part in self.parts for r in part.files.values())]
+        return sum(record.num_bytes for record in records)
+
+
+def write_part(store: Store, rank: int, micro_batches: tuple[MicroBatch, ...], grad_factor: float) -> RankPart:
+    """Write one rank's batch, then its part manifest."""
+    tensors: dict[str, torch.Tensor] = {}
+    for index, micro_batch in enumerate(micro_batches):
+        for name in _TENSOR_FIELDS:
+            tensor = getattr(micro_batch, name)
+            if tensor is not None:
+                tensors[f"{index}.{name}"] = tensor.detach().to("cpu").contiguous()
+    name = f"batch/rank-{rank}.safetensors"
+    part = RankPart(
+        rank=rank,
+        grad_factor=grad_factor,
+        micro_batches=tuple(MicroBatchRecord(uids=m.uids, temperature=m.temperature) for m in micro_batches),
+        files={name: _record(store.write(name, save_tensors(tensors)))},
+    )
+    store.write(f"parts/rank-{rank}.json", part.model_dump_json().encode())
+    return part
+
+
+def write_weights(store: Store, weights: Mapping[str, torch.Tensor]) -> dict[str, FileRecord]:
+    """Write weights (names as in the model's state_dict, on the host, none sharing memory)."""
+    data = save_tensors({name: tensor.contiguous() for name, tensor in weights.items()})
+    return {WEIGHTS: _record(store.write(WEIGHTS, data))}
+
+
+def write_tokenizer(store: Store, tokenizer_json: str) -> dict[str, FileRecord]:
+    """Write a tokenizer in the `tokenizers` library's JSON."""
+    return {TOKENIZER: _record(store.write(TOKENIZER, tokenizer_json.encode()))}
+
+
+def collect_parts(
+    store: Store,
+    world_size: int,
+    *,
+    timeout_s: float = PARTS_TIMEOUT_S,
+    clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
+) -> tuple[RankPart, ...]:
+    """All ranks' parts, waiting for late ones. Raises TimeoutError naming the ranks that never wrote."""
+    deadline = clock() + timeout_s
+    parts: dict[int, RankPart] = {}
+    while True:
+        for rank in range(world_size):
+            name = f"parts/rank-{rank}.json"
+            if rank not in parts and store.exists(name):
+                parts[rank] = RankPart.model_validate_json(store.read(name))
+        if len(parts) == world_size:
+            return tuple(parts[rank] for rank in range(world_size))
+        if clock() > deadline:
+            missing = [rank for rank in range(world_size) if rank not in parts]
+            raise TimeoutError(f"ranks {missing} wrote no part within {timeout_s:.0f} s")
+        sleep(0.05)
+
+
+def write_manifest(store: Store, manifest: Manifest) -> StoredFile:
+    """Write the manifest: from here on the snapshot exists."""
+    return store.write(MANIFEST, manifest.model_dump_json(indent=1).encode())
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A snapshot opened for reading; tensors are checked and loaded when asked for."""
+
+    store: Store
+    manifest: Manifest
+
+    def micro_batches(self, rank: int) -> tuple[MicroBatch, ...]:
+        """The rank's micro-batches in order, on the host. Raises SnapshotRejected."""
+        part = self.manifest.parts[rank]
+        (name,) = part.files
+        tensors = _load(self._checked(name, part.files[name]), name)
+        found = []
+        for index, record in enumerate(part.micro_batches):
+            values: dict[str, Any] = {
+                field: tensors[f"{index}.{field}"] for field in _TENSOR_FIELDS if f"{index}.{field}" in tensors
+            }
+            try:
+                micro_batch = MicroBatch(**values, uids=record.uids, temperature=record.temperature)
+            except TypeError:
+                raise SnapshotRejected(
+                    f"snapshot {self.store.url}: {name} lacks tensors of micro-batch {index}; expected at least ids, "
+                    "mask, logp and coefficient; take a new snapshot"
+                ) from None
+            _check_shapes(self.store.url, name, index, micro_batch)
+            found.append(micro_batch)
+        return tuple(found)
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """State dict as the trainer had it, tied names restored. Raises SnapshotRejected."""
+        record = self.manifest.files.get(WEIGHTS)
+        if record is None:
+            raise SnapshotRejected(
+                f"snapshot {self.store.url} holds no weights (weights={self.manifest.weights}); "
+                "localize inline, or give the checkpoint it refers to"
+            )
+        weights = _load(self._checked(WEIGHTS, record), WEIGHTS)
+        for name, source in self.manifest.tied_weights.items():
+            if source not in weights:
+                raise SnapshotRejected(f"snapshot {self.store.url}: tied weight {name} refers to {source}, not stored")
+            weights[name] = weights[source]
+        return weights
+
+    def tokenizer_json(self) -> str | None:
+        """JSON of the trainer's tokenizer, or None. Raises SnapshotRejected."""
+        record = self.manifest.files.get(TOKENIZER)
+        return None if record is None else self._checked(TOKENIZER, record).decode()
+
+    def _checked(self, name: str, record: FileRecord) -> bytes:
+        try:
+            data = self.store.read(name)
+        except FileNotFoundError:
+            raise SnapshotRejected(f"snapshot {self.store.url}: {name} is missing; take a new snapshot") from None
+        except ValueError as error:
+            raise SnapshotRejected(f"snapshot {self.store.url}: {error}") from None
+        found = digest(data)
+        if found.num_bytes != record.num_bytes:
+            raise SnapshotRejected(
+                f"snapshot {self.store.url}: {name} is truncated or altered: {found.num_bytes} bytes, "
+                f"expected {record.num_bytes}; copy it again or take a new snapshot"
+            )
+        if found.sha256 != record.sha256:
+            raise SnapshotRejected(
+                f"snapshot {self.store.url}: {name} was altered: sha256 {found.sha256[:12]}..., "
+                f"expected {record.sha256[:12]}...; copy it again or take a new snapshot"
+            )
+        return data
+
+
+def open_snapshot(url: str) -> Snapshot:
+    """Open the snapshot at `url` (its folder). Raises SnapshotRejected or StoreUnavailable."""
+    store = Store(url)
+    try:
+        data = store.read(MANIFEST)
+    except FileNotFoundError:
+        raise SnapshotRejected(
+            f"no snapshot at {store.url}: {MANIFEST} is missing (a snapshot exists once its manifest does); "
+            "give the folder that holds it, such as STORE/RUN/ATTEMPT/STEP"
+        ) from None
+    try:
+        document = json.loads(data)
+    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError):
+        raise SnapshotRejected(
+            f"snapshot {store.url}: {MANIFEST} is truncated or not JSON; copy it again or take a new snapshot"
+        ) from None
+    if not isinstance(document, dict) or document.get("format") != FORMAT:
+        raise SnapshotRejected(f"snapshot {store.url}: {MANIFEST} is not of format {FORMAT!r}")
+    if document.get("version") != VERSION:
+        raise SnapshotRejected(
+            f"snapshot {store.url}: unknown version {str(document.get('version'))[:20]}, "
+            f"expected {VERSION}; use the gradloc release that wrote it, or a newer one"
+        )
+    try:
+        manifest = Manifest.model_validate(document)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        where = ".".join(str(part) for part in first["loc"])[:80]
+        raise SnapshotRejected(f"snapshot {store.url}: {MANIFEST}: {where}: {first['msg'][:120]}") from None
+    if [part.rank for part in manifest.parts] != list(range(manifest.world_size)):
+        raise SnapshotRejected(
+            f"snapshot {store.url}: parts of ranks {[part.rank for part in manifest.parts]}, "
+            f"expected one of each of {manifest.world_size} ranks; take a new snapshot"
+        )
+    return Snapshot(store, manifest)
+
+
+def _record(stored: StoredFile) -> FileRecord:
+    return FileRecord(num_bytes=stored.num_bytes, sha256=stored.sha256)
+
+
+def _load(data: bytes, name: str) -> dict[str, torch.Tensor]:
+    try:
+        return load_tensors(data)
+    except SafetensorError as error:
+        raise SnapshotRejected(f"{name} is not a safetensors file: {str(error)[:120]}") from None
+
+
+def _check_shapes(url: str, name: str, index: int, micro_batch: MicroBatch) -> None:
+    num_rows, num_positions = micro_batch.ids_BT.shape
+    shape_BR = micro_batch.logp_BR.shape
+    for field in _TENSOR_FIELDS:
+        tensor = getattr(micro_batch, field)
+        if tensor is None:
+            continue
+        expected = (num_rows, num_positions) if field.endswith("_BT") else shape_BR
+        if tensor.shape != expected or tensor.shape[0] != num_rows or shape_BR[1] > num_positions:
+            raise SnapshotRejected(
+                f"snapshot {url}: {name}: {field} of micro-batch {index} has shape {tuple(tensor.shape)}, "
+                f"expected {tuple(expected)}"
+            )
+
+
+__all__ = [
+    "FileRecord",
+    "Manifest",
+    "MicroBatch",
+    "RankPart",
+    "Snapshot",
+    "SnapshotRejected",
+    "StoreUnavailable",
+    "collect_parts",
+    "open_snapshot",
+    "write_manifest",
+    "write_part",
+    "write_tokenizer",
+    "write_weights",
+]

@@ -1,0 +1,89 @@
+"""The snapshot store: bytes under names in any fsspec file system. The only door to fsspec.
+
+Knows nothing of what the bytes mean. Remote file systems (s3://, gs://) need their fsspec plug-in.
+"""
+
+import hashlib
+from dataclasses import dataclass
+
+import fsspec
+
+
+@dataclass(frozen=True, slots=True)
+class StoredFile:
+    """Size and sha256 of a file as written; a reader compares both before it believes a byte."""
+
+    num_bytes: int
+    sha256: str
+
+
+class StoreUnavailable(OSError):
+    """The store cannot be reached, or a name in it cannot be read or written."""
+
+
+def digest(data: bytes) -> StoredFile:
+    return StoredFile(len(data), hashlib.sha256(data).hexdigest())
+
+
+class Store:
+    """A prefix in a file system. `url` is e.g. file:///data/gradloc, s3://bucket/prefix, memory://x."""
+
+    def __init__(self, url: str) -> None:
+        if "://" not in url:
+            url = "file://" + str(fsspec.implementations.local.make_path_posix(url))
+        self.url = url.rstrip("/")
+        try:
+            self._fs, self._root = fsspec.core.url_to_fs(self.url)
+        except (ValueError, ImportError) as error:
+            raise ValueError(
+                f"store {self.url.split('://', maxsplit=1)[0]}://...: {error}; expected a URL that fsspec can open, "
+                "such as file:///data/gradloc or s3://bucket/prefix (with s3fs installed)"
+            ) from None
+
+    def child(self, *names: str | int) -> "Store":
+        """The store below this prefix."""
+        return Store("/".join([self.url, *(str(name) for name in names)]))
+
+    def _path(self, name: str) -> str:
+        if name.startswith("/") or ".." in name.split("/"):
+            raise ValueError(f"file name {name[:80]!r} leaves the snapshot; expected a relative name without '..'")
+        return f"{self._root}/{name}"
+
+    def write(self, name: str, data: bytes) -> StoredFile:
+        """Write a whole file; readers see all of it or nothing (a local file is renamed into place)."""
+        path = self._path(name)
+        try:
+            self._fs.makedirs(path.rsplit("/", maxsplit=1)[0], exist_ok=True)
+            if "file" in _protocols(self._fs):
+                self._fs.pipe_file(path + ".part", data)
+                self._fs.mv(path + ".part", path)
+            else:
+                self._fs.pipe_file(path, data)
+        except OSError as error:
+            raise StoreUnavailable(f"cannot write {name} to the store: {_reason(error)}") from error
+        return digest(data)
+
+    def read(self, name: str) -> bytes:
+        """A whole file. Raises FileNotFoundError, or StoreUnavailable for any other failure."""
+        try:
+            data: bytes = self._fs.cat_file(self._path(name))
+        except FileNotFoundError:
+            raise FileNotFoundError(name) from None
+        except OSError as error:
+            raise StoreUnavailable(f"cannot read {name} from the store: {_reason(error)}") from error
+        return data
+
+    def exists(self, name: str) -> bool:
+        try:
+            return bool(self._fs.exists(self._path(name)))
+        except OSError as error:
+            raise StoreUnavailable(f"cannot look up {name} in the store: {_reason(error)}") from error
+
+
+def _protocols(file_system: fsspec.AbstractFileSystem) -> tuple[str, ...]:
+    protocol = file_system.protocol
+    return (protocol,) if isinstance(protocol, str) else tuple(protocol)
+
+
+def _reason(error: OSError) -> str:
+    return (error.strerror or type(error).__name__)[:200]
