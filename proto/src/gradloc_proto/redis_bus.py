@@ -77,8 +77,7 @@ class RedisBus:
         with self._errors():
             if len(cursors) == 1 and block_s:
                 return self._read_blocking(cursors, count, block_s)
-            found = self._read_now(cursors, count)
-        return found
+            return self._read_now(cursors, count)
 
     def _read_blocking(self, cursors: Mapping[str, str], count: int, block_s: float) -> dict[str, list[Entry]]:
         # The server answers within block_s, well before the socket's time-out.
@@ -100,7 +99,7 @@ class RedisBus:
 
     def length(self, key: str) -> int:
         with self._errors():
-            return int(cast(int, self._redis.xlen(key)))
+            return int(self._redis.xlen(key))
 
     def last_id(self, key: str) -> str:
         with self._errors():
