@@ -1,0 +1,63 @@
+# Every target does all that it needs, also on a machine where nothing was done before.
+# `make` alone lists the targets.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+PARTS := proto sdk services/detector services/localizer services/reporter
+REQUIREMENTS := requirements-dev.txt constraints.txt $(PARTS:%=%/pyproject.toml)
+INSTALLED := $(VENV)/.installed
+SCHEMA := proto/src/gradloc_proto/schema
+GOLDEN := tests/proto/golden
+BENCH_FLAGS ?= --json
+
+.DEFAULT_GOAL := list
+.PHONY: list install services demo test test-full check format bench schema clean
+
+list: ## list the targets
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1 | \2/p' $(MAKEFILE_LIST) | column -t -s '|' 2>/dev/null || grep '##' $(MAKEFILE_LIST)
+
+install: $(INSTALLED) ## make .venv with all five distributions, editable
+
+# torch goes first and alone, with the version of constraints.txt: a range in somebody's
+# requirements could otherwise pull a newer build of several gigabytes.
+$(INSTALLED): $(REQUIREMENTS)
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "installing into $(VENV); the first time takes some minutes"
+	@$(PIP) install --quiet "$$(grep '^torch==' constraints.txt)"
+	@$(PIP) install --quiet --requirement requirements-dev.txt
+	@touch $@
+
+services: ## make sure that redis-server and chromium are there (tests of the real ones)
+	@bash .ci/services
+
+demo: install ## a real GRPO run, a real fault, the culprit named; 6 minutes on 2 cores
+	@$(BIN)/gradloc demo
+
+test: install services check ## lint, types, import contracts and all tests but the heavy ones; 15 minutes on 2 cores
+	$(BIN)/python -m pytest tests -m "not full"
+
+test-full: install services check ## everything, heavy proofs too
+	$(BIN)/python -m pytest tests
+
+check: install ## ruff, mypy strict, import contracts
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-cache
+
+format: install ## ruff, with repairs
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: install ## every benchmark; one JSON object a line (BENCH_FLAGS= for people)
+	@set -e; for script in benchmarks/*.py; do echo "$$script"; $(BIN)/python "$$script" $(BENCH_FLAGS); done
+
+schema: install ## write the JSON Schemas and the sample bytes of the current message version
+	$(BIN)/python -m gradloc_proto.schema --write $(SCHEMA)
+	$(BIN)/python tests/proto/write_golden.py $(GOLDEN)
+
+clean: ## remove the venv and every cache
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
