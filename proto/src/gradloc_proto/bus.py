@@ -32,6 +32,10 @@ class Output:
     data: bytes
     length_max: int
 
+    def __post_init__(self) -> None:
+        # Half-way through a commit is too late to find out: nothing rolls back.
+        assert self.length_max >= 1, f"length_max {self.length_max}, expected at least 1"
+
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
@@ -73,7 +77,7 @@ class Bus(Protocol):
         """Entries after each key's cursor, at most `count` a key; waits up to `block_s` for the first."""
 
     def read_last(self, key: str, *, count: int) -> list[Entry]:
-        """The newest `count` entries, oldest first."""
+        """The newest `count` (at least 1) entries, oldest first."""
 
     def length(self, key: str) -> int:
         """Number of entries now."""

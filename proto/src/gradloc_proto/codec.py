@@ -1,6 +1,12 @@
-"""Messages to bytes and back. The only place that knows the wire format (JSON in UTF-8)."""
+"""Messages to bytes and back. The only place that knows the wire format (JSON in UTF-8).
 
-from pydantic import TypeAdapter, ValidationError
+Bytes from a stream are not trusted: what is wrong with them is said without repeating any of them.
+"""
+
+import re
+from collections.abc import Iterator
+
+from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from gradloc_proto.messages import MESSAGE_TYPES, SCHEMA_VERSION, AnyMessage, Message, type_name
 from gradloc_proto.streams import MESSAGE_BYTES_MAX
@@ -8,6 +14,22 @@ from gradloc_proto.streams import MESSAGE_BYTES_MAX
 _ADAPTER: TypeAdapter[Message] = TypeAdapter(AnyMessage)
 _MAJOR = SCHEMA_VERSION.split(".", maxsplit=1)[0]
 _KNOWN_TYPES = frozenset(type_name(message_type) for message_type in MESSAGE_TYPES)
+_VERSION = re.compile(r"([0-9]{1,4})\.[0-9]{1,4}")
+
+
+def _names(schema: object) -> Iterator[str]:
+    """Every property name in a JSON Schema."""
+    if isinstance(schema, dict):
+        yield from schema.get("properties", {})
+        for value in schema.values():
+            yield from _names(value)
+
+
+_KNOWN_NAMES = _KNOWN_TYPES | frozenset(_names(_ADAPTER.json_schema()))
+
+
+class _Head(BaseModel):
+    schema_version: str
 
 
 class MessageRejected(ValueError):
@@ -32,21 +54,34 @@ def decode(data: bytes) -> Message:
     try:
         message = _ADAPTER.validate_json(data)
     except ValidationError as error:
-        raise MessageRejected(_reason(error)) from None
-    except RecursionError:
-        raise MessageRejected("nested too deeply") from None
-    major = message.schema_version.split(".", maxsplit=1)[0]
-    if major != _MAJOR:
-        raise MessageRejected(
-            f"schema version {message.schema_version[:20]!r}, expected {_MAJOR}.x; upgrade this reader first"
-        )
+        raise MessageRejected(_version_reason(data) or _reason(error)) from None
+    reason = _version_objection(message.schema_version)
+    if reason is not None:
+        raise MessageRejected(reason)
     return message
 
 
+def _version_objection(schema_version: str) -> str | None:
+    version = _VERSION.fullmatch(schema_version)
+    if version is None:
+        return f"schema version is not MAJOR.MINOR; expected {_MAJOR}.x"
+    if version[1] != _MAJOR:
+        return f"schema version {version[0]}, expected {_MAJOR}.x; upgrade this reader first"
+    return None
+
+
+def _version_reason(data: bytes) -> str | None:
+    # A message of another major version fails in some field: the version is what its reader should be told.
+    try:
+        return _version_objection(_Head.model_validate_json(data).schema_version)
+    except ValidationError:
+        return None
+
+
 def _reason(error: ValidationError) -> str:
-    # Values are left out on purpose: a poison message may hold prompts.
+    # Values, and keys that a sender made up, are left out on purpose: a poison message may hold prompts.
     first = error.errors(include_url=False, include_input=False, include_context=False)[0]
-    where = ".".join(str(part) for part in first["loc"])[:120]
+    where = ".".join(str(part) if isinstance(part, int) or part in _KNOWN_NAMES else "*" for part in first["loc"])[:120]
     if first["type"] == "union_tag_invalid":
         return "unknown message type; known: " + ", ".join(sorted(_KNOWN_TYPES))
     text = first["msg"].replace("\n", " ")[:160]

@@ -5,21 +5,23 @@ under another one (docs/design.md, "Identity").
 """
 
 import hashlib
+import json
 import re
 
-RUN_ID_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$"
+RUN_ID_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$"  # a Redis key, a path, a label and a URL at once
 _RUN_ID = re.compile(RUN_ID_PATTERN)
 _ID_HEX_DIGITS = 16  # 64 bits: a collision needs about 2^32 incidents
 
 
 def _digest(*parts: str | int) -> str:
-    joined = "\x1f".join(str(part) for part in parts)
+    # JSON keeps the parts apart: no separator inside a part can make two facts look like one.
+    joined = json.dumps(parts, separators=(",", ":"))
     return hashlib.sha256(joined.encode()).hexdigest()[:_ID_HEX_DIGITS]
 
 
 def check_run_id(run_id: str) -> str:
     """Return `run_id`, or raise ValueError when it could not be a key, a path and a label at once."""
-    if not _RUN_ID.match(run_id):
+    if not _RUN_ID.fullmatch(run_id):
         raise ValueError(
             f"run id {run_id[:80]!r} is not usable: expected 1 to 128 letters, digits, '.', '_' or '-', "
             "starting with a letter or digit; rename the run"

@@ -7,6 +7,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from itertools import islice
 
 from gradloc_proto.bus import START, Checkpoint, Commit, CommitResult, Entry
 
@@ -47,10 +48,13 @@ class MemoryBus:
     def _read_now(self, cursors: Mapping[str, str], count: int) -> dict[str, list[Entry]]:
         found = {}
         for key, cursor in cursors.items():
-            after = _number(cursor)
-            entries = [entry for entry in self._streams.get(key, ()) if _number(entry.id) > after]
-            if entries:
-                found[key] = entries[:count]
+            entries = self._streams.get(key)
+            if not entries:
+                continue
+            # Ids within a stream have no holes, so the place of the next entry is known.
+            skip = max(0, _number(cursor) + 1 - _number(entries[0].id))
+            if skip < len(entries):
+                found[key] = list(islice(entries, skip, skip + count))
         return found
 
     def read_last(self, key: str, *, count: int) -> list[Entry]:

@@ -6,17 +6,28 @@ Redis. Unknown fields are ignored, so that a reader accepts every message of its
 NaN and infinities survive: they travel as the JSON strings "NaN", "Infinity", "-Infinity".
 """
 
+import math
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from gradloc_proto.identities import RUN_ID_PATTERN, message_key
 
 SCHEMA_VERSION = "1.0"
 
 RunId = Annotated[str, Field(pattern=RUN_ID_PATTERN)]
-Count = Annotated[int, Field(ge=0)]
+Count = Annotated[int, Field(ge=0, le=2**53 - 1)]  # exact in JSON readers, fits a database's integer
+Seconds = Annotated[float, Field(ge=0, le=253_402_300_799, allow_inf_nan=False)]  # up to the year 9999
 ShortText = Annotated[str, Field(max_length=512)]
+_NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+
+
+def _number_again(value: object) -> object:
+    # On the wire a number that is not finite is a string; where text is allowed too, it must come back as a number.
+    return _NON_FINITE.get(value, value) if isinstance(value, str) else value
+
+
+Evidence = Annotated[float | str | None, BeforeValidator(_number_again)]
 Decision = Literal["go", "snapshot", "skip"]
 Verdict = Literal[
     "token",
@@ -45,7 +56,7 @@ class Message(Part):
     schema_version: str = SCHEMA_VERSION
     run_id: RunId
     attempt: Count = 0
-    ts: float
+    ts: Seconds
 
     def key(self) -> str:
         """Derived identity: two copies of one fact have one key."""
@@ -297,7 +308,7 @@ class Cause(Part):
     name: ShortText
     confidence: Literal["low", "medium", "high"]
     summary: ShortText
-    evidence: dict[str, float | str | None] = {}
+    evidence: dict[str, Evidence] = {}
 
 
 class Fix(Part):
@@ -442,7 +453,7 @@ class OverrideSet(Message):
 
     type: Literal["override_set"] = "override_set"
     name: ShortText
-    value: float | None
+    value: float | None = None
     request_id: ShortText
     by: ShortText
 

@@ -1,14 +1,15 @@
 """The bus over Redis streams (7.0; 6.2 is the floor). The only door to redis-py.
 
 Errors of the client become BusUnavailable without the URL's password. A read asks one command per
-key, pipelined, so that keys of different slots work; only a read of one key blocks in the server.
+key, pipelined, so that keys of different slots work; a read of one key waits in the server, one of
+several keys looks again until its time is up.
 """
 
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import resources
 from typing import Any, cast
-from urllib.parse import urlsplit
 
 import redis
 
@@ -16,6 +17,7 @@ from gradloc_proto import streams
 from gradloc_proto.bus import START, BusUnavailable, Checkpoint, Commit, CommitResult, Entry
 
 _FIELD = b"m"
+_POLL_S = 0.05  # between looks at several keys: no single command waits for keys of different slots
 _RENEW = (
     "if redis.call('GET', KEYS[1]) == ARGV[1] then return redis.call('PEXPIRE', KEYS[1], ARGV[2]) else return 0 end"
 )
@@ -28,11 +30,11 @@ _RELEASE = "if redis.call('GET', KEYS[1]) == ARGV[1] then return redis.call('DEL
 
 
 def display_url(url: str) -> str:
-    """`url` without user name and password, fit for logs."""
-    parts = urlsplit(url)
-    host = parts.hostname or ""
-    port = f":{parts.port}" if parts.port else ""
-    return f"{parts.scheme}://{host}{port}{parts.path}"
+    """`url` without user name, password and query, fit for logs even where the URL is malformed."""
+    scheme, _, rest = url.partition("://")
+    # A password with an unescaped '/', '#' or '?' would end up in the path: what lies before the last '@' is dropped.
+    place = rest.rsplit("@", maxsplit=1)[-1].partition("?")[0]
+    return f"{scheme}://{place}" if rest else "(not a URL)"
 
 
 class RedisBus:
@@ -45,9 +47,11 @@ class RedisBus:
             self._redis = redis.Redis.from_url(
                 url, socket_timeout=timeout_s, socket_connect_timeout=timeout_s, decode_responses=False
             )
-        except ValueError as error:
+        except ValueError:
+            # The client's own text may hold a piece of the password.
             raise ValueError(
-                f"Redis URL {self._display_url!r}: {error}; expected redis://host:port/0 or rediss://..."
+                f"Redis URL {self._display_url!r} cannot be read; expected redis://[user:password@]host:port/0 or "
+                "rediss://...; percent-encode special characters of the password"
             ) from None
         lua = resources.files("gradloc_proto").joinpath("commit.lua").read_text()
         self._commit = self._redis.register_script(lua)
@@ -59,7 +63,7 @@ class RedisBus:
     def _errors(self) -> Iterator[None]:
         try:
             yield
-        except redis.RedisError as error:
+        except (redis.RedisError, OSError, UnicodeError) as error:
             text = str(error).split("\n", maxsplit=1)[0][:200]
             raise BusUnavailable(f"Redis at {self._display_url}: {text}") from None
 
@@ -77,20 +81,29 @@ class RedisBus:
         with self._errors():
             if len(cursors) == 1 and block_s:
                 return self._read_blocking(cursors, count, block_s)
-            return self._read_now(cursors, count)
+            found = self._read_now(cursors, count)
+            deadline = time.monotonic() + (block_s or 0.0)
+            while not found and time.monotonic() < deadline:
+                time.sleep(min(_POLL_S, max(0.0, deadline - time.monotonic())))
+                found = self._read_now(cursors, count)
+            return found
 
     def _read_blocking(self, cursors: Mapping[str, str], count: int, block_s: float) -> dict[str, list[Entry]]:
         # The server answers within block_s, well before the socket's time-out.
         block_ms = max(1, int(min(block_s, self._timeout_s / 2) * 1000))
         reply: Any = self._redis.xread(cast(Any, dict(cursors)), count=count, block=block_ms)
-        return {_text(key): _entries(rows) for key, rows in _pairs(reply) if rows}
+        return _found(reply)
 
     def _read_now(self, cursors: Mapping[str, str], count: int) -> dict[str, list[Entry]]:
+        # XREAD and not XRANGE: after a hostile entry with the largest id of all, "(id" is an error to XRANGE,
+        # and one run's error would hide every other run that is read with it.
+        found = {}
         with self._redis.pipeline(transaction=False) as pipeline:
             for key, cursor in cursors.items():
-                pipeline.xrange(key, min=f"({cursor}", count=count)
-            replies = pipeline.execute()
-        return {key: _entries(rows) for key, rows in zip(cursors, replies, strict=True) if rows}
+                pipeline.xread(cast(Any, {key: cursor}), count=count)
+            for reply in pipeline.execute():
+                found.update(_found(reply))
+        return found
 
     def read_last(self, key: str, *, count: int) -> list[Entry]:
         with self._errors():
@@ -153,6 +166,10 @@ class RedisBus:
 
 def _text(value: Any) -> str:
     return value.decode() if isinstance(value, bytes) else str(value)
+
+
+def _found(reply: Any) -> dict[str, list[Entry]]:
+    return {_text(key): _entries(rows) for key, rows in _pairs(reply) if rows}
 
 
 def _pairs(reply: Any) -> list[tuple[Any, Any]]:
