@@ -1,0 +1,158 @@
+"""One decision on all ranks: the vector that ranks add up, and what it says afterwards.
+
+The squared layer norms are all-reduced anyway; everything else a common decision needs rides along:
+each rank's summary in its own slot, and rank 0's limits themselves (not only their version: a rank
+whose reader lags could not judge a version it has not read). Pure but for torch tensors; one sum
+over ranks, nothing that can hang alone.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from gradloc.capture import SUMMARY_FIELDS
+from gradloc_proto.messages import Limits
+
+METRICS = (
+    "loss",
+    "reward_mean",
+    "reward_std",
+    "accuracy",
+    "num_zero_variance_groups",
+    "kl",
+    "entropy",
+    "clip_fraction",
+    "lr",
+)
+_RANK_FIELDS = ("failed", "ready", "late", *SUMMARY_FIELDS, *METRICS)
+_SHARED = ("version", "norm", "healthy_norm", "late_step")
+
+
+@dataclass(frozen=True)
+class LocalView:
+    """What one rank brings. `layer_squares_L` float64 [L]; `late_step` counts on rank 0 only."""
+
+    layer_squares_L: torch.Tensor
+    summary: torch.Tensor  # float64 [len(SUMMARY_FIELDS)]
+    metrics: dict[str, float]
+    failed: bool
+    ready: bool  # a snapshot could be taken now
+    limits: Limits | None = None
+    late_step: int | None = None
+    has_late_step: bool = False  # this rank still holds the batch of rank 0's wish of the step before
+
+
+@dataclass(frozen=True)
+class CommonView:
+    """What all ranks know after the sum, bit for bit alike."""
+
+    norm: float
+    layer_norms: dict[str, float]
+    limits: Limits
+    ranks: tuple[dict[str, float], ...]
+    late_step: int | None
+
+    @property
+    def failed(self) -> bool:
+        return any(rank["failed"] > 0 for rank in self.ranks)
+
+    @property
+    def ready(self) -> bool:
+        return all(rank["ready"] > 0 for rank in self.ranks)
+
+    @property
+    def late_ready(self) -> bool:
+        return self.late_step is not None and all(rank["late"] > 0 for rank in self.ranks)
+
+    @property
+    def num_tokens(self) -> int:
+        return int(sum(rank["num_tokens"] for rank in self.ranks))
+
+    def worst_rank(self) -> int:
+        """Rank with the largest |c|; one with a NaN counts as worst."""
+        values = [rank["coefficient_abs_max"] for rank in self.ranks]
+        known = [(math.isnan(value) and self.ranks[i]["num_tokens"] > 0, value) for i, value in enumerate(values)]
+        return max(range(len(known)), key=lambda i: (known[i][0], -math.inf if math.isnan(values[i]) else values[i]))
+
+    def extreme(self, field: str, sign: int) -> float | None:
+        """Largest (sign 1) or smallest (sign -1) known value over ranks, None where no rank has one."""
+        values = [rank[field] for rank in self.ranks if not math.isnan(rank[field])]
+        return (max(values) if sign > 0 else min(values)) if values else None
+
+    def total(self, field: str) -> float:
+        return sum(rank[field] for rank in self.ranks)
+
+    def mean(self, metric: str) -> float | None:
+        """Mean over the ranks that gave the metric. A NaN that a rank gave is told apart from none given."""
+        values = [rank[metric] for rank in self.ranks if rank[metric] != _NOT_GIVEN]
+        return sum(values) / len(values) if values else None
+
+
+_NOT_GIVEN = -1.7e308  # a sum of float64 keeps it exactly, and no metric has this value
+
+
+def vector_length(num_layers: int, world_size: int) -> int:
+    return 3 * num_layers + len(_SHARED) + world_size * len(_RANK_FIELDS)
+
+
+def to_vector(view: LocalView, layer_names: tuple[str, ...], rank: int, world_size: int) -> torch.Tensor:
+    """This rank's addend: float64 [vector_length]."""
+    num_layers = len(layer_names)
+    vector = torch.zeros(vector_length(num_layers, world_size), dtype=torch.float64)
+    vector[:num_layers] = view.layer_squares_L
+    if rank == 0:
+        limits = view.limits or Limits()
+        late = -1 if view.late_step is None else view.late_step
+        shared = [limits.version, _or_nan(limits.norm), _or_nan(limits.healthy_norm), late]
+        shared += [limits.layers.get(name, math.nan) for name in layer_names]
+        shared += [limits.healthy_layers.get(name, math.nan) for name in layer_names]
+        vector[num_layers : 3 * num_layers + len(_SHARED)] = torch.tensor(shared, dtype=torch.float64)
+    at = 3 * num_layers + len(_SHARED) + rank * len(_RANK_FIELDS)
+    metrics = [view.metrics.get(name, _NOT_GIVEN) for name in METRICS]
+    flags = [float(view.failed), float(view.ready), float(view.has_late_step)]
+    vector[at : at + len(_RANK_FIELDS)] = torch.tensor([*flags, *view.summary.tolist(), *metrics], dtype=torch.float64)
+    return vector
+
+
+def from_vector(total: torch.Tensor, layer_names: tuple[str, ...], world_size: int) -> CommonView:
+    """What the sum over ranks says."""
+    values: list[float] = total.tolist()
+    num_layers = len(layer_names)
+    squares, rest = values[:num_layers], values[num_layers:]
+    version, norm_limit, healthy_norm, late = rest[: len(_SHARED)]
+    layer_limits = rest[len(_SHARED) : len(_SHARED) + num_layers]
+    healthy_layers = rest[len(_SHARED) + num_layers : len(_SHARED) + 2 * num_layers]
+    slots = rest[len(_SHARED) + 2 * num_layers :]
+    width = len(_RANK_FIELDS)
+    return CommonView(
+        norm=_root(math.fsum(squares) if all(map(math.isfinite, squares)) else sum(squares)),
+        layer_norms={name: _root(square) for name, square in zip(layer_names, squares, strict=True)},
+        limits=Limits(
+            version=int(version),
+            norm=_or_none(norm_limit),
+            healthy_norm=_or_none(healthy_norm),
+            layers=_known(layer_names, layer_limits),
+            healthy_layers=_known(layer_names, healthy_layers),
+        ),
+        ranks=tuple(
+            dict(zip(_RANK_FIELDS, slots[rank * width : (rank + 1) * width], strict=True)) for rank in range(world_size)
+        ),
+        late_step=None if late < 0 else int(late),
+    )
+
+
+def _root(square: float) -> float:
+    return math.sqrt(square) if square >= 0 else math.nan
+
+
+def _or_nan(value: float | None) -> float:
+    return math.nan if value is None else value
+
+
+def _or_none(value: float) -> float | None:
+    return None if math.isnan(value) else value
+
+
+def _known(names: tuple[str, ...], values: list[float]) -> dict[str, float]:
+    return {name: value for name, value in zip(names, values, strict=True) if not math.isnan(value)}

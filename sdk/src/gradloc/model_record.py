@@ -1,0 +1,55 @@
+"""What a snapshot must say of a model so that it can be rebuilt elsewhere, without any code of it."""
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True)
+class ModelRecord:
+    """Hugging Face config (JSON-able), class name, factory, parameter dtype and attention kernel."""
+
+    config: dict[str, Any] | None
+    architecture: str
+    factory: str | None
+    parameter_dtype: str
+    attention: str | None
+
+    @classmethod
+    def of(cls, module: torch.nn.Module, factory: str | None) -> "ModelRecord":
+        config = getattr(module, "config", None)
+        to_dict = getattr(config, "to_dict", None)
+        record = json.loads(json.dumps(to_dict(), default=str)) if callable(to_dict) else None
+        parameter = next(module.parameters(), None)
+        return cls(
+            config=record,
+            architecture=type(module).__name__,
+            factory=factory,
+            parameter_dtype=str(parameter.dtype).removeprefix("torch.") if parameter is not None else "float32",
+            attention=getattr(config, "_attn_implementation", None),
+        )
+
+
+def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
+    """The module inside DistributedDataParallel, DataParallel and torch.compile's wrapper."""
+    for attribute in ("module", "_orig_mod", "module"):
+        inner = getattr(model, attribute, None)
+        if isinstance(inner, torch.nn.Module):
+            model = inner
+    return model
+
+
+def tokenizer_json_of(tokenizer: object | None) -> str | None:
+    """JSON of a `tokenizers.Tokenizer` or of a fast Hugging Face tokenizer. Raises ValueError otherwise."""
+    if tokenizer is None:
+        return None
+    backend = getattr(tokenizer, "backend_tokenizer", tokenizer)
+    to_str = getattr(backend, "to_str", None)
+    if not callable(to_str):
+        raise ValueError(
+            f"tokenizer is a {type(tokenizer).__name__}; "
+            "expected a tokenizers.Tokenizer or a fast Hugging Face tokenizer"
+        )
+    return str(to_str())

@@ -1,0 +1,464 @@
+"""`gradloc.watch`: the trainer's side of gradloc, for any PyTorch loop.
+
+    probe = gradloc.watch(model, optimizer, run="my-run", redis="redis://...", store="file:///...")
+    ... per micro-batch:  probe.tokens(logp, ids, mask, rollout_logp=..., advantage=..., uid=...)
+                          loss.backward()
+    ... per step:         probe.observe(loss=...)     # after the last backward, before clipping
+                          clip_grad_norm_(...); optimizer.step()
+
+The laws (docs/design.md, "The trainer's side"): nothing here raises into the loop, blocks it, or
+grows in it; one collective a step, joined by every rank whatever went wrong before.
+"""
+
+import functools
+import logging
+import math
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+
+from gradloc import __version__
+from gradloc.agreement import METRICS, CommonView, LocalView, from_vector, to_vector
+from gradloc.capture import SUMMARY_FIELDS, Capture, summarize
+from gradloc.model_record import ModelRecord, tokenizer_json_of, unwrapped
+from gradloc.norms import LayerNorms
+from gradloc.publisher import Publisher
+from gradloc.snapshot import Manifest, MicroBatch
+from gradloc.snapshot_writer import Order, SnapshotWriter, host_batch, host_copy
+from gradloc.step_message import step_message
+from gradloc.store import Store
+from gradloc_proto import rules
+from gradloc_proto.bus import Bus
+from gradloc_proto.identities import check_run_id
+from gradloc_proto.messages import (
+    Decision,
+    Limits,
+    Message,
+    RunEnded,
+    RunStarted,
+)
+from gradloc_proto.redis_bus import RedisBus
+
+RING_LENGTH = 4  # steps whose batch is kept for a late request
+SNAPSHOTS_MAX = 50  # a run's quota; a storm of spikes must not fill the store
+LIMITS_AGE_MAX_STEPS = 64  # older limits from the detector give way to the local rules
+_log = logging.getLogger("gradloc")
+_GO: Decision = "go"
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
+
+def _strict() -> bool:
+    return os.environ.get("GRADLOC_STRICT") == "1"
+
+
+def _harmless(
+    default: _T,
+) -> Callable[[Callable[Concatenate["Probe", _P], _T]], Callable[Concatenate["Probe", _P], _T]]:
+    """A method whose failure is one log line, unless GRADLOC_STRICT=1; its time counts as stall."""
+
+    def wrap(method: Callable[Concatenate["Probe", _P], _T]) -> Callable[Concatenate["Probe", _P], _T]:
+        @functools.wraps(method)
+        def call(self: "Probe", *args: _P.args, **kwargs: _P.kwargs) -> _T:
+            started = time.perf_counter()
+            try:
+                return method(self, *args, **kwargs)
+            except Exception as error:
+                if _strict():
+                    raise
+                self._complain(method.__name__, error)
+                return default
+            finally:
+                self.stall_s += time.perf_counter() - started
+
+        return cast("Callable[Concatenate[Probe, _P], _T]", call)
+
+    return wrap
+
+
+@dataclass(frozen=True)
+class _KeptStep:
+    step: int
+    view: CommonView
+    micro_batches: tuple[MicroBatch, ...]
+
+
+class Probe:
+    """Watches one training process (one rank). Made by `watch`.
+
+    stall_s: seconds the training loop waited because of us. num_events_dropped: messages lost.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        *,
+        run: str,
+        attempt: int,
+        bus: Bus | None,
+        store: Store | None,
+        tokenizer_json: str | None,
+        labels: dict[str, str],
+        reduction: Literal["mean", "sum"],
+        skip_above: float | None,
+        model_factory: str | None,
+        first_step: int,
+    ) -> None:
+        distributed = dist.is_available() and dist.is_initialized()
+        self.rank = dist.get_rank() if distributed else 0
+        self.world_size = dist.get_world_size() if distributed else 1
+        self.run_id = run
+        self.attempt = attempt
+        self.stall_s = 0.0
+        self.step = first_step
+        self._module = unwrapped(model)
+        self._optimizer = optimizer
+        self._record = ModelRecord.of(self._module, model_factory)
+        self._tokenizer_json = tokenizer_json
+        self._skip_above = skip_above
+        self._grad_factor = 1.0 / self.world_size if reduction == "mean" else 1.0
+        self._norms = LayerNorms(self._module.named_parameters(), self.world_size)
+        self._capture = Capture()
+        self._ring: deque[_KeptStep] = deque(maxlen=RING_LENGTH)
+        self._complained: set[str] = set()
+        self._rules = rules.RunState()
+        self._wished_step: int | None = None  # rank 0's wish as all ranks heard it at the last step
+        self._last_step_at = time.monotonic()
+        self._observed = False
+        self._closed = False
+        self._publisher = Publisher(bus, run) if bus is not None and self.rank == 0 else None
+        self._writer = (
+            SnapshotWriter(store, run, attempt, self.rank, self._publish, snapshots_max=SNAPSHOTS_MAX)
+            if store is not None
+            else None
+        )
+        if optimizer is not None:
+            optimizer.register_step_pre_hook(self._before_update)
+            optimizer.register_step_post_hook(self._after_update)
+        self._publish(
+            RunStarted(
+                run_id=run,
+                attempt=attempt,
+                ts=time.time(),
+                world_size=self.world_size,
+                layer_names=self._norms.names,
+                num_parameters=sum(p.numel() for p in self._module.parameters()),
+                model=self._record.architecture,
+                labels=labels,
+            )
+        )
+
+    @property
+    def num_events_dropped(self) -> int:
+        return self._publisher.num_dropped if self._publisher is not None else 0
+
+    @_harmless(None)
+    def tokens(
+        self,
+        logp: torch.Tensor,
+        ids: torch.Tensor,
+        mask: torch.Tensor,
+        *,
+        rollout_logp: torch.Tensor | None = None,
+        old_logp: torch.Tensor | None = None,
+        advantage: torch.Tensor | None = None,
+        uid: Sequence[object] | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        temperature: float = 1.0,
+    ) -> None:
+        """Register one micro-batch, before its backward.
+
+        logp [B, R] requires grad and is what the loss uses; it belongs to the last R positions of ids
+        [B, T]. mask [B, R] (or [B, T]) is 1 where a token is in the loss. rollout_logp and old_logp
+        [B, R]; advantage [B] or [B, R]; uid: one name a row (dataset row and prompt), which a finding
+        repeats; attention_mask and position_ids [B, T] as the model got them; temperature: what logits
+        were divided by.
+        """
+        self._capture.tokens(
+            logp,
+            ids,
+            mask,
+            rollout_logp=rollout_logp,
+            old_logp=old_logp,
+            advantage=advantage,
+            uid=uid,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            temperature=temperature,
+        )
+
+    @_harmless(_GO)
+    def observe(self, /, *, step: int | None = None, **metrics: float) -> Decision:
+        """Measure the step, decide with all ranks, publish. After the last backward, before clipping.
+
+        Gradients must be reduced over ranks and unscaled (fp16). metrics: any of loss, reward_mean,
+        reward_std, accuracy, num_zero_variance_groups, kl, entropy, clip_fraction, lr; averaged over
+        ranks. Returns "go", "snapshot" or, where `skip_above` asked for it, "skip": then every
+        gradient is None and the optimizer changes nothing.
+        """
+        if step is not None:
+            self.step = step
+        local, micro_batches = self._local_view(metrics)
+        view = self._agree(local)
+        if view is None:
+            return "go"
+        return self._act(view, micro_batches)
+
+    @_harmless(None)
+    def close(self, reason: str = "finished") -> None:
+        """Finish the snapshot in flight and empty the queue, within bounds; idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._writer is not None:
+            self._writer.close()
+        last = max(self.step - 1, 0)
+        self._publish(
+            RunEnded(run_id=self.run_id, attempt=self.attempt, ts=time.time(), step=last, reason=reason[:500])
+        )
+        if self._publisher is not None:
+            self._publisher.close()
+
+    # --- one step ------------------------------------------------------------------------------
+
+    def _local_view(self, metrics: dict[str, float]) -> tuple[LocalView, tuple[MicroBatch, ...]]:
+        """This rank's part, also when measuring it failed: a rank that stays away would hang the others."""
+        limits, wish = (self._limits(), self._take_wish()) if self.rank == 0 else (None, None)
+        kept = self._wished_step is not None and any(one.step == self._wished_step for one in self._ring)
+        try:
+            micro_batches = self._capture.take()
+            return (
+                LocalView(
+                    layer_squares_L=self._norms.local_squares(),
+                    summary=summarize(micro_batches, self._grad_factor),
+                    metrics=_known_metrics(metrics),
+                    failed=False,
+                    ready=self._writer is not None and self._writer.ready,
+                    limits=limits,
+                    late_step=wish,
+                    has_late_step=kept,
+                ),
+                micro_batches,
+            )
+        except Exception as error:
+            if _strict():
+                raise
+            self._complain("observe", error)
+            zeros = torch.zeros(len(self._norms.names), dtype=torch.float64)
+            blank = torch.zeros(len(SUMMARY_FIELDS), dtype=torch.float64)
+            return LocalView(zeros, blank, {}, failed=True, ready=False, limits=limits, late_step=wish), ()
+
+    def _agree(self, local: LocalView) -> CommonView | None:
+        vector = to_vector(local, self._norms.names, self.rank, self.world_size)
+        if self.world_size > 1:
+            device = _collective_device()
+            vector = vector.to(device)
+            dist.all_reduce(vector)
+            vector = vector.cpu()
+        view = from_vector(vector, self._norms.names, self.world_size)
+        return None if view.failed else view
+
+    def _act(self, view: CommonView, micro_batches: tuple[MicroBatch, ...]) -> Decision:
+        hit = rules.breaches(view.limits, view.norm, view.layer_norms)
+        decision: Decision = "snapshot" if hit and view.ready else "go"
+        snapshot_url = None
+        if decision == "snapshot" and self._writer is not None:
+            snapshot_url = self._writer.url(self.step)
+            self._take_snapshot(self.step, view, micro_batches, "before-update")
+        elif self._wished_step is not None and view.ready and all(rank["late"] > 0 for rank in view.ranks):
+            kept = next(one for one in self._ring if one.step == self._wished_step)
+            self._take_snapshot(kept.step, kept.view, kept.micro_batches, "after-update")
+        if hit and self._skip_above is not None and self._beyond_skip(view):
+            decision = "skip"
+            for parameter in self._module.parameters():
+                parameter.grad = None
+        if self.rank == 0:
+            now = time.monotonic()
+            step_s, self._last_step_at = now - self._last_step_at, now
+            self._publish(
+                step_message(
+                    view,
+                    run_id=self.run_id,
+                    attempt=self.attempt,
+                    step=self.step,
+                    ts=time.time(),
+                    step_s=step_s,
+                    stall_s=self.stall_s,
+                    decision=decision,
+                    rules_hit=hit,
+                    snapshot=snapshot_url,
+                    num_events_dropped=self.num_events_dropped,
+                )
+            )
+            self._learn(view)
+        self._wished_step = view.late_step
+        self._ring.append(_KeptStep(self.step, view, micro_batches))
+        self.step += 1
+        self._observed = True
+        return decision
+
+    def _beyond_skip(self, view: CommonView) -> bool:
+        if not math.isfinite(view.norm):
+            return True
+        return view.limits.norm is not None and view.norm > (self._skip_above or 1.0) * view.limits.norm
+
+    def _take_snapshot(
+        self,
+        step: int,
+        view: CommonView,
+        micro_batches: tuple[MicroBatch, ...],
+        weights: Literal["before-update", "after-update"],
+    ) -> None:
+        assert self._writer is not None
+        batch = host_batch(micro_batches)
+        if self.rank != 0:
+            self._writer.write(Order(step, batch, self._grad_factor))
+            return
+        state, tied = host_copy(self._module)
+        manifest = Manifest(
+            run_id=self.run_id,
+            attempt=self.attempt,
+            step=step,
+            created_at=time.time(),
+            world_size=self.world_size,
+            grad_norm=view.norm,
+            layer_norms=view.layer_norms,
+            limit=view.limits.norm,
+            healthy_norm=view.limits.healthy_norm,
+            healthy_layer_norms=view.limits.healthy_layers,
+            weights=weights,
+            model_config_hf=self._record.config,
+            architecture=self._record.architecture,
+            model_factory=self._record.factory,
+            tied_weights=tied,
+            parameter_dtype=self._record.parameter_dtype,
+            attention=self._record.attention,
+            training_mode=self._module.training,
+            versions={"gradloc": __version__, "torch": torch.__version__},
+            parts=(),
+        )
+        self._writer.write(Order(step, batch, self._grad_factor, manifest, state, self._tokenizer_json))
+
+    def _limits(self) -> Limits:
+        published = self._publisher.limits if self._publisher is not None else None
+        if published is not None and published.version >= self.step - LIMITS_AGE_MAX_STEPS:
+            return published
+        return rules.limits_of(self._rules)
+
+    def _learn(self, view: CommonView) -> None:
+        """The same rules as the detector's, so that a run without one is watched as well."""
+        observation = rules.Observation(
+            step=self.step,
+            norm=view.norm,
+            energy=view.total("energy") if view.num_tokens else None,
+            layer_names=tuple(view.layer_norms),
+            layer_norms_L=torch.tensor(list(view.layer_norms.values()), dtype=torch.float64).numpy(),
+        )
+        self._rules = rules.learn(self._rules, observation, rules.judge(self._rules, observation))
+
+    def _take_wish(self) -> int | None:
+        if self._publisher is None:
+            return None
+        wish, self._publisher.requested_step = self._publisher.requested_step, None
+        return wish
+
+    # --- fallbacks ------------------------------------------------------------------------------
+
+    def _before_update(self, *_: Any) -> None:
+        if self._observed or self._closed:
+            return
+        if "late-observe" not in self._complained:
+            self._complained.add("late-observe")
+            _log.warning(
+                "gradloc: probe.observe() was not called before optimizer.step(); "
+                "norms are measured after any clipping. Call it after the last backward"
+            )
+        self.observe()
+
+    def _after_update(self, *_: Any) -> None:
+        self._observed = False
+
+    def _publish(self, message: Message) -> None:
+        if self._publisher is not None:
+            self._publisher.put(message)
+
+    def _complain(self, where: str, error: Exception) -> None:
+        """One line a kind of failure, never a storm of them."""
+        kind = f"{where}:{type(error).__name__}"
+        if kind not in self._complained:
+            self._complained.add(kind)
+            _log.warning("gradloc: %s failed, training goes on: %s: %s", where, type(error).__name__, str(error)[:300])
+
+
+def watch(
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    run: str,
+    attempt: int = 0,
+    redis: str | None = None,
+    bus: Bus | None = None,
+    store: str | None = None,
+    tokenizer: object | None = None,
+    labels: dict[str, str] | None = None,
+    reduction: Literal["mean", "sum"] = "mean",
+    skip_above: float | None = None,
+    model_factory: str | None = None,
+    first_step: int = 0,
+) -> Probe:
+    """Watch a training process; call it on every rank, after torch.distributed is initialised.
+
+    run: name of the run ([A-Za-z0-9._-]); attempt: grows when training restarts from a checkpoint.
+    redis: URL of the service's Redis, or `bus` for another bus; without either, only local rules judge.
+    store: where snapshots go, any fsspec URL that trainer and localizer both reach. tokenizer: a
+    `tokenizers.Tokenizer` or a fast Hugging Face tokenizer, so that findings name tokens. reduction:
+    how gradients of ranks become the step's gradient ("mean" for DDP and FSDP). skip_above: skip the
+    update when the norm exceeds this many times its limit, or is not finite (off by default).
+    model_factory: "module:function" that rebuilds a model without a Hugging Face config.
+
+    Raises ValueError for arguments that cannot be meant (before training starts); never afterwards.
+    """
+    check_run_id(run)
+    if redis is not None and bus is not None:
+        raise ValueError("both redis= and bus= are given; expected one of them")
+    if reduction not in ("mean", "sum"):
+        raise ValueError(f"reduction is {reduction!r}; expected 'mean' (DDP, FSDP) or 'sum'")
+    if skip_above is not None and not skip_above >= 1:
+        raise ValueError(f"skip_above is {skip_above}; expected a factor of the limit, 1 or more")
+    return Probe(
+        model,
+        optimizer,
+        run=run,
+        attempt=attempt,
+        bus=RedisBus(redis) if redis is not None else bus,
+        store=Store(store) if store is not None else None,
+        tokenizer_json=tokenizer_json_of(tokenizer),
+        labels=dict(labels or {}),
+        reduction=reduction,
+        skip_above=skip_above,
+        model_factory=model_factory,
+        first_step=first_step,
+    )
+
+
+def _known_metrics(metrics: dict[str, float]) -> dict[str, float]:
+    unknown = sorted(set(metrics) - set(METRICS))
+    if unknown:
+        raise ValueError(f"unknown metrics {unknown}; expected some of {list(METRICS)}")
+    return {name: float(value) for name, value in metrics.items() if value is not None}
+
+
+def _collective_device() -> torch.device:
+    backend = dist.get_backend()
+    return torch.device("cuda", torch.cuda.current_device()) if "nccl" in backend else torch.device("cpu")
+
+
+__all__ = ["Probe", "watch"]

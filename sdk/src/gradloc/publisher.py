@@ -1,0 +1,143 @@
+"""The trainer's line to the bus: a bounded queue, a background thread, and nothing that can hurt.
+
+`put` never blocks and never raises; when the queue is full the oldest message goes and is counted.
+The same thread polls the run's limits and wishes. Knows nothing of tensors.
+"""
+
+import logging
+import threading
+import time
+from collections import deque
+
+from gradloc_proto import codec, streams
+from gradloc_proto.bus import START, Bus, BusUnavailable
+from gradloc_proto.messages import Limits, LimitsChanged, Message, RunEnded, RunStarted, SnapshotRequested
+
+QUEUE_LENGTH_MAX = 4_096  # more than an hour at one step a second
+BATCH_LENGTH_MAX = 256
+POLL_INTERVAL_S = 0.2  # a limit is at most this old when Redis answers
+BACKOFF_MAX_S = 5.0
+CLOSE_TIMEOUT_S = 5.0
+_log = logging.getLogger("gradloc")
+
+
+class Publisher:
+    """Publishes one run's messages; `limits` and `requested_step` are what came back."""
+
+    def __init__(self, bus: Bus, run_id: str, *, queue_length_max: int = QUEUE_LENGTH_MAX) -> None:
+        self._bus = bus
+        self._run_id = run_id
+        self._queue: deque[Message] = deque()
+        self._queue_length_max = queue_length_max
+        self._changed = threading.Condition()
+        self._num_in_flight = 0
+        self._closing = False
+        self._control_cursor: str | None = None
+        self._down = False
+        self.num_dropped = 0
+        self.limits: Limits | None = None
+        self.requested_step: int | None = None
+        self._thread = threading.Thread(target=self._run, name="gradloc-publisher", daemon=True)
+        self._thread.start()
+
+    def put(self, message: Message) -> None:
+        """Queue a message; drops the oldest when full."""
+        with self._changed:
+            if len(self._queue) >= self._queue_length_max:
+                self._queue.popleft()
+                self.num_dropped += 1
+            self._queue.append(message)
+            self._changed.notify_all()
+
+    def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
+        """Give the thread `timeout_s` to empty the queue; what is left then is counted as dropped."""
+        deadline = time.monotonic() + timeout_s
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+            self._changed.wait_for(
+                lambda: (not self._queue and not self._num_in_flight) or self._down,
+                timeout=max(0.0, deadline - time.monotonic()),
+            )
+            self.num_dropped += len(self._queue) + self._num_in_flight
+            self._queue.clear()
+            self._num_in_flight = 0
+        self._thread.join(timeout=max(0.0, min(1.0, deadline - time.monotonic())))
+
+    def _run(self) -> None:
+        backoff_s = 0.1
+        batch: list[Message] = []
+        while True:
+            with self._changed:
+                if not batch and not self._queue and not self._closing:
+                    self._changed.wait(timeout=POLL_INTERVAL_S)
+                if self._closing and not self._queue and not batch:
+                    return
+                while self._queue and len(batch) < BATCH_LENGTH_MAX:
+                    batch.append(self._queue.popleft())
+                self._num_in_flight = len(batch)
+            try:
+                self._send(batch)
+                with self._changed:
+                    batch, self._num_in_flight, self._down = [], 0, False
+                    self._changed.notify_all()
+                self._poll()
+                backoff_s = 0.1
+            except BusUnavailable as error:
+                self._went_down(str(error))
+                if self._closing:
+                    return
+                time.sleep(backoff_s)
+                backoff_s = min(2 * backoff_s, BACKOFF_MAX_S)
+            except Exception:  # noqa: BLE001 - nothing of ours may end a training run
+                _log.exception("gradloc: publishing failed; %d messages dropped", len(batch))
+                with self._changed:
+                    self.num_dropped += len(batch)
+                    batch, self._num_in_flight = [], 0
+                    self._changed.notify_all()
+                time.sleep(POLL_INTERVAL_S)
+
+    def _went_down(self, reason: str) -> None:
+        with self._changed:
+            if not self._down:
+                _log.warning("gradloc: %s; training goes on, telemetry waits", reason)
+            self._down = True
+            self._changed.notify_all()
+
+    def _send(self, batch: list[Message]) -> None:
+        if not batch:
+            return
+        data = [codec.encode(self._with_count(message)) for message in batch]
+        # The registry comes first: a run that nobody knows is watched by nobody.
+        started = [codec.encode(message) for message in batch if isinstance(message, RunStarted)]
+        self._bus.append(streams.REGISTRY, started, length_max=streams.REGISTRY_LENGTH_MAX)
+        key = streams.stream(self._run_id, "steps")
+        self._bus.append(key, data, length_max=streams.STREAM_LENGTH_MAX["steps"])
+
+    def _with_count(self, message: Message) -> Message:
+        # The last message tells what was lost until the very end.
+        if isinstance(message, RunEnded):
+            return message.model_copy(update={"num_events_dropped": self.num_dropped})
+        return message
+
+    def _poll(self) -> None:
+        for entry in self._bus.read_last(streams.stream(self._run_id, "limits"), count=1):
+            message = _readable(entry.data)
+            if isinstance(message, LimitsChanged):
+                self.limits = message.limits
+        control = streams.stream(self._run_id, "control")
+        if self._control_cursor is None:  # wishes of before this process are not for it
+            self._control_cursor = self._bus.last_id(control)
+        found = self._bus.read({control: self._control_cursor or START}, count=BATCH_LENGTH_MAX)
+        for entry in found.get(control, []):
+            self._control_cursor = entry.id
+            message = _readable(entry.data)
+            if isinstance(message, SnapshotRequested):
+                self.requested_step = message.step
+
+
+def _readable(data: bytes) -> Message | None:
+    try:
+        return codec.decode(data)
+    except codec.MessageRejected:
+        return None  # the detector counts and reports what does not parse

@@ -1,0 +1,143 @@
+"""Writes snapshots behind the training loop's back: one at a time, one thread, never in the way.
+
+The only cost to the loop is the copy of weights and batch to the host (`host_copy`, `host_batch`).
+Rank 0 waits in its thread for the other ranks' parts and writes the manifest last.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+
+from gradloc import snapshot
+from gradloc.snapshot import FileRecord, Manifest, MicroBatch
+from gradloc.store import Store
+from gradloc_proto.messages import Message, SnapshotCommitted, SnapshotFailed
+
+CLOSE_TIMEOUT_S = 30.0
+_log = logging.getLogger("gradloc")
+_BATCH_FIELDS = tuple(name for name in MicroBatch.__dataclass_fields__ if name not in ("uids", "temperature"))
+
+
+@dataclass(frozen=True)
+class Order:
+    """One snapshot to write. `manifest` and `weights` are rank 0's; other ranks write only their part."""
+
+    step: int
+    micro_batches: tuple[MicroBatch, ...]
+    grad_factor: float
+    manifest: Manifest | None = None
+    weights: dict[str, torch.Tensor] | None = None
+    tokenizer_json: str | None = None
+
+
+class SnapshotWriter:
+    """One order in flight; `ready` says whether another would be taken."""
+
+    def __init__(
+        self,
+        store: Store,
+        run_id: str,
+        attempt: int,
+        rank: int,
+        publish: Callable[[Message], None],
+        *,
+        snapshots_max: int,
+    ) -> None:
+        self._store = store
+        self._run_id = run_id
+        self._attempt = attempt
+        self._rank = rank
+        self._publish = publish
+        self._snapshots_left = snapshots_max
+        self._thread: threading.Thread | None = None
+
+    @property
+    def ready(self) -> bool:
+        """False while one is being written, and when the run's quota is used up."""
+        return self._snapshots_left > 0 and (self._thread is None or not self._thread.is_alive())
+
+    def url(self, step: int) -> str:
+        return self._store.child(self._run_id, self._attempt, step).url
+
+    def write(self, order: Order) -> None:
+        """Write in the background. The caller has checked `ready` on all ranks."""
+        self._snapshots_left -= 1
+        self._thread = threading.Thread(target=self._write, args=(order,), name="gradloc-snapshot", daemon=True)
+        self._thread.start()
+
+    def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
+        """Wait for the snapshot in flight."""
+        if self._thread is not None:
+            self._thread.join(timeout=timeout_s)
+
+    def _write(self, order: Order) -> None:
+        try:
+            self._write_files(order)
+        except Exception as error:  # noqa: BLE001 - a full disk must not end a training run
+            reason = f"{type(error).__name__}: {str(error)[:300]}"
+            _log.warning("gradloc: snapshot of step %d failed: %s", order.step, reason)
+            if self._rank == 0:
+                self._publish(
+                    SnapshotFailed(
+                        run_id=self._run_id, attempt=self._attempt, ts=time.time(), step=order.step, reason=reason
+                    )
+                )
+
+    def _write_files(self, order: Order) -> None:
+        store = self._store.child(self._run_id, self._attempt, order.step)
+        snapshot.write_part(store, self._rank, order.micro_batches, order.grad_factor)
+        if order.manifest is None:
+            return
+        files: dict[str, FileRecord] = {}
+        if order.weights is not None:
+            files |= snapshot.write_weights(store, order.weights)
+        if order.tokenizer_json is not None:
+            files |= snapshot.write_tokenizer(store, order.tokenizer_json)
+        parts = snapshot.collect_parts(store, order.manifest.world_size)
+        manifest = order.manifest.model_copy(update={"parts": parts, "files": files})
+        written = snapshot.write_manifest(store, manifest)
+        self._publish(
+            SnapshotCommitted(
+                run_id=self._run_id,
+                attempt=self._attempt,
+                ts=time.time(),
+                step=order.step,
+                path=store.url,
+                num_bytes=manifest.num_bytes,
+                manifest_sha256=written.sha256,
+                weights=manifest.weights,
+            )
+        )
+
+
+def host_copy(module: torch.nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """The module's state on the host, and which names are tied to which: {name: stored name}."""
+    weights: dict[str, torch.Tensor] = {}
+    tied: dict[str, str] = {}
+    seen: dict[tuple[int, tuple[int, ...]], str] = {}
+    for name, tensor in module.state_dict().items():
+        if not isinstance(tensor, torch.Tensor):
+            continue
+        identity = (tensor.data_ptr(), tuple(tensor.shape))
+        if identity in seen and tensor.numel():
+            tied[name] = seen[identity]
+            continue
+        seen[identity] = name
+        weights[name] = tensor.detach().to("cpu", copy=True)
+    return weights, tied
+
+
+def host_batch(micro_batches: tuple[MicroBatch, ...]) -> tuple[MicroBatch, ...]:
+    """The batch copied to the host: the trainer may reuse its buffers."""
+
+    def copied(tensor: torch.Tensor | None) -> torch.Tensor | None:
+        return None if tensor is None else tensor.detach().to("cpu", copy=True)
+
+    return tuple(
+        replace(one, **{name: copied(getattr(one, name)) for name in _BATCH_FIELDS})  # type: ignore[arg-type]
+        for one in micro_batches
+    )
