@@ -19,10 +19,22 @@ class _Commands(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         for point in metadata.entry_points(group=ENTRY_POINT_GROUP):
             if point.name == cmd_name:
-                command = point.load()
-                assert isinstance(command, click.Command)
-                return command
+                return _loaded(point)
         return None
+
+
+def _loaded(point: metadata.EntryPoint) -> click.Command:
+    try:
+        command = point.load()
+    except ImportError as error:
+        reason = f"`gradloc {point.name}` needs {error.name or error}; install gradloc[local]"
+        return click.Command(point.name, help=f"({reason})", callback=lambda: _refuse(reason))
+    assert isinstance(command, click.Command)
+    return command
+
+
+def _refuse(reason: str) -> None:
+    raise click.UsageError(reason)
 
 
 @click.command(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})

@@ -30,7 +30,7 @@ from gradloc.model_record import ModelRecord, tokenizer_json_of, unwrapped
 from gradloc.norms import LayerNorms
 from gradloc.publisher import Publisher
 from gradloc.snapshot import Manifest, MicroBatch
-from gradloc.snapshot_writer import Order, SnapshotWriter, host_batch, host_copy
+from gradloc.snapshot_writer import Order, SnapshotWriter, host_batch, host_copy, is_sharded
 from gradloc.step_message import step_message
 from gradloc.store import Store
 from gradloc_proto import rules
@@ -125,6 +125,7 @@ class Probe:
         self._skip_above = skip_above
         self._grad_factor = 1.0 / self.world_size if reduction == "mean" else 1.0
         self._norms = LayerNorms(self._module.named_parameters(), self.world_size)
+        self._sharded = is_sharded(self._module)
         self._capture = Capture()
         self._ring: deque[_KeptStep] = deque(maxlen=RING_LENGTH)
         self._complained: set[str] = set()
@@ -319,10 +320,13 @@ class Probe:
     ) -> None:
         assert self._writer is not None
         batch = host_batch(micro_batches)
+        if self.rank != 0 and not self._sharded:
+            self._writer.write(Order(step, batch, self._grad_factor))
+            return
+        state, tied = host_copy(self._module)  # of sharded weights every rank gathers, rank 0 keeps
         if self.rank != 0:
             self._writer.write(Order(step, batch, self._grad_factor))
             return
-        state, tied = host_copy(self._module)
         manifest = Manifest(
             run_id=self.run_id,
             attempt=self.attempt,

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from gradloc import snapshot
 from gradloc.snapshot import FileRecord, Manifest, MicroBatch
@@ -114,20 +115,29 @@ class SnapshotWriter:
         )
 
 
+def is_sharded(module: torch.nn.Module) -> bool:
+    return any(isinstance(tensor, DTensor) for tensor in module.state_dict().values())
+
+
 def host_copy(module: torch.nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """The module's state on the host, and which names are tied to which: {name: stored name}."""
+    """The module's state on the host, and which names are tied to which: {name: stored name}.
+
+    Sharded weights (DTensor) are gathered, a collective: then every rank must call this, in step.
+    """
     weights: dict[str, torch.Tensor] = {}
     tied: dict[str, str] = {}
     seen: dict[tuple[int, tuple[int, ...]], str] = {}
     for name, tensor in module.state_dict().items():
         if not isinstance(tensor, torch.Tensor):
             continue
-        identity = (tensor.data_ptr(), tuple(tensor.shape))
-        if identity in seen and tensor.numel():
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        identity = (local.data_ptr(), tuple(tensor.shape))
+        if identity in seen and local.numel():
             tied[name] = seen[identity]
             continue
         seen[identity] = name
-        weights[name] = tensor.detach().to("cpu", copy=True)
+        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        weights[name] = whole.detach().to("cpu", copy=not isinstance(tensor, DTensor))
     return weights, tied
 
 

@@ -5,6 +5,7 @@ Knows nothing of what the bytes mean. Remote file systems (s3://, gs://) need th
 
 import hashlib
 from dataclasses import dataclass
+from pathlib import Path
 
 import fsspec
 
@@ -30,7 +31,7 @@ class Store:
 
     def __init__(self, url: str) -> None:
         if "://" not in url:
-            url = "file://" + str(fsspec.implementations.local.make_path_posix(url))
+            url = Path(url).resolve().as_uri()
         self.url = url.rstrip("/")
         try:
             self._fs, self._root = fsspec.core.url_to_fs(self.url)
