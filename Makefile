@@ -56,7 +56,7 @@ bench: install ## every benchmark; one JSON object a line (BENCH_FLAGS= for peop
 
 schema: install ## write the JSON Schemas and the sample bytes of the current message version
 	$(BIN)/python -m gradloc_proto.schema --write $(SCHEMA)
-	$(BIN)/python tests/proto/write_golden.py $(GOLDEN)
+	$(BIN)/python -m gradloc_proto.schema --samples $(GOLDEN)
 
 clean: ## remove the venv and every cache
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
