@@ -6,48 +6,91 @@ Redis. Unknown fields are ignored, so that a reader accepts every message of its
 NaN and infinities survive: they travel as the JSON strings "NaN", "Infinity", "-Infinity".
 """
 
-import math
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import Field
 
-from gradloc_proto.identities import RUN_ID_PATTERN, message_key
+from gradloc_proto.finding import (
+    Cause,
+    Certificate,
+    Cost,
+    Culprit,
+    Fidelity,
+    Finding,
+    Fix,
+    Profile,
+    SequenceView,
+)
+from gradloc_proto.identities import message_key
+from gradloc_proto.parts import (
+    VERDICTS,
+    Count,
+    Decision,
+    Evidence,
+    Flag,
+    Limits,
+    Part,
+    RunId,
+    Seconds,
+    ShortText,
+    Spike,
+    TokenRef,
+    Verdict,
+)
+
+__all__ = [
+    "MESSAGE_TYPES",
+    "SCHEMA_VERSION",
+    "VERDICTS",
+    "AnyMessage",
+    "Cause",
+    "Certificate",
+    "Cost",
+    "Count",
+    "Culprit",
+    "Decision",
+    "Evidence",
+    "Fidelity",
+    "Finding",
+    "Fix",
+    "Flag",
+    "IncidentJoined",
+    "IncidentMessage",
+    "IncidentOpened",
+    "IncidentResolved",
+    "IncidentWorsened",
+    "JobReported",
+    "Limits",
+    "LimitsChanged",
+    "LocalizationFailed",
+    "LocalizationFinished",
+    "LocalizationMessage",
+    "LocalizationProgressed",
+    "LocalizationStarted",
+    "Message",
+    "OverrideSet",
+    "Part",
+    "Profile",
+    "RelocalizeRequested",
+    "RunEnded",
+    "RunId",
+    "RunStarted",
+    "Seconds",
+    "SequenceView",
+    "ShortText",
+    "SnapshotCommitted",
+    "SnapshotFailed",
+    "SnapshotRequested",
+    "Spike",
+    "StepObserved",
+    "StreamGapNoticed",
+    "Tick",
+    "TokenRef",
+    "Verdict",
+    "type_name",
+]
 
 SCHEMA_VERSION = "1.0"
-
-RunId = Annotated[str, Field(pattern=RUN_ID_PATTERN)]
-Count = Annotated[int, Field(ge=0, le=2**53 - 1)]  # exact in JSON readers, fits a database's integer
-Seconds = Annotated[float, Field(ge=0, le=253_402_300_799, allow_inf_nan=False)]  # up to the year 9999
-ShortText = Annotated[str, Field(max_length=512)]
-_NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
-
-
-def _number_again(value: object) -> object:
-    # On the wire a number that is not finite is a string; where text is allowed too, it must come back as a number.
-    return _NON_FINITE.get(value, value) if isinstance(value, str) else value
-
-
-Evidence = Annotated[float | str | None, BeforeValidator(_number_again)]
-Decision = Literal["go", "snapshot", "skip"]
-Verdict = Literal[
-    "token",
-    "sequence",
-    "layer",
-    "batch-wide",
-    "accounting",
-    "mask",
-    "norm-overflow",
-    "not-reproduced",
-    "non-finite",
-    "inconclusive",
-]
-VERDICTS: tuple[str, ...] = Verdict.__args__  # type: ignore[attr-defined]
-
-
-class Part(BaseModel):
-    """A piece of a message, without an identity of its own."""
-
-    model_config = ConfigDict(frozen=True, extra="ignore", ser_json_inf_nan="strings")
 
 
 class Message(Part):
@@ -63,40 +106,6 @@ class Message(Part):
         raise NotImplementedError
 
 
-class TokenRef(Part):
-    """A place in a step. `token` counts positions of the whole row (prompt included) from 0."""
-
-    rank: Count
-    micro_batch: Count
-    sequence: Count
-    token: Count
-
-
-class Limits(Part):
-    """Limits of a run at one version; None means "not known yet: do not judge"."""
-
-    version: Count = 0
-    norm: float | None = None
-    healthy_norm: float | None = None
-    layers: dict[str, float] = {}
-    healthy_layers: dict[str, float] = {}
-    energy: float | None = None
-    healthy_energy: float | None = None
-    gain: float | None = None
-    healthy_gain: float | None = None
-
-
-class Flag(Part):
-    """One rule's objection to one step. `score` is value over baseline (inf when not finite)."""
-
-    rule: ShortText
-    series: ShortText
-    value: float
-    score: float
-    baseline: float | None = None
-    limit: float | None = None
-
-
 # --- the trainer's facts -----------------------------------------------------------------------
 
 
@@ -109,7 +118,7 @@ class RunStarted(Message):
     model: ShortText | None = None
     tokenizer: ShortText | None = None
     config_digest: ShortText | None = None
-    labels: dict[str, ShortText] = {}
+    labels: dict[str, ShortText] = Field(default_factory=dict)
 
     def key(self) -> str:
         return message_key("run-started", self.run_id, self.attempt)
@@ -121,7 +130,7 @@ class StepObserved(Message):
     type: Literal["step_observed"] = "step_observed"
     step: Count
     grad_norm: float
-    layer_norms: dict[str, float] = {}
+    layer_norms: dict[str, float] = Field(default_factory=dict)
     num_tokens: Count = 0
     energy: float | None = None
     coefficient_abs_max: float | None = None
@@ -130,7 +139,7 @@ class StepObserved(Message):
     ratio_min: float | None = None
     sequence_ratio_max: float | None = None
     loss: float | None = None
-    loss_parts: dict[str, float] = {}
+    loss_parts: dict[str, float] = Field(default_factory=dict)
     reward_mean: float | None = None
     reward_std: float | None = None
     accuracy: float | None = None
@@ -186,18 +195,6 @@ class RunEnded(Message):
 # --- the detector's facts ----------------------------------------------------------------------
 
 
-class Spike(Part):
-    """One abnormal step: derived id, its worst flag first."""
-
-    spike_id: ShortText
-    step: Count
-    grad_norm: float
-    healthy_norm: float | None = None
-    limit: float | None = None
-    flags: tuple[Flag, ...]
-    snapshot: ShortText | None = None
-
-
 class IncidentMessage(Message):
     incident_id: ShortText
     spike: Spike
@@ -205,7 +202,7 @@ class IncidentMessage(Message):
 
 class IncidentOpened(IncidentMessage):
     type: Literal["incident_opened"] = "incident_opened"
-    labels: dict[str, ShortText] = {}
+    labels: dict[str, ShortText] = Field(default_factory=dict)
 
     def key(self) -> str:
         return message_key("opened", self.run_id, self.attempt, self.incident_id)
@@ -261,116 +258,6 @@ class StreamGapNoticed(Message):
 
 
 # --- the localizer's facts ---------------------------------------------------------------------
-
-
-class Culprit(TokenRef):
-    """A token (or, where `token` is that of the largest share, a sequence) that made the spike."""
-
-    token_id: Count | None = None
-    token_text: ShortText | None = None
-    uid: ShortText | None = None
-    share: float
-    norm: float | None = None
-    share_is_exact: bool = False
-    layer: ShortText | None = None
-    coefficient: float | None = None
-    logp: float | None = None
-    ratio: float | None = None
-    advantage: float | None = None
-
-
-class Certificate(Part):
-    """The measured norm of the step without the culprits, next to the limit: the proof."""
-
-    grad_norm: float
-    norm_without: float
-    limit: float
-    holds: bool
-    num_culprits: Count
-    num_tokens_lower_bound: Count | None = None
-    minimal: bool = False
-
-
-class Fidelity(Part):
-    """How well the replay reproduced the step."""
-
-    reported_norm: float
-    replayed_norm: float
-    rel_error: float
-    layer_rel_error_max: float | None = None
-    tolerance: float
-    reproduced: bool
-
-
-class Cause(Part):
-    """Why, with the numbers it rests on. `confidence` is one of low, medium, high."""
-
-    name: ShortText
-    confidence: Literal["low", "medium", "high"]
-    summary: ShortText
-    evidence: dict[str, Evidence] = {}
-
-
-class Fix(Part):
-    """A remedy and the measured norm of the step under it."""
-
-    name: ShortText
-    norm_after: float
-    holds: bool
-
-
-class Cost(Part):
-    """Work of a localization; one step = forward + backward of the whole batch."""
-
-    steps: float
-    num_forwards: Count = 0
-    num_backwards: Count = 0
-    seconds: float = 0.0
-
-
-class Profile(Part):
-    """Share of the culprit sequence's squared gradient by layer (rows) and position (columns)."""
-
-    layers: tuple[str, ...]
-    first_position: Count
-    values: tuple[tuple[float, ...], ...]
-    residual_rms: tuple[float, ...] = ()
-    residual_rms_median: tuple[float, ...] = ()
-
-
-class SequenceView(Part):
-    """The culprit's sequence for reading: ids, texts and shares by position, cut to a window."""
-
-    rank: Count
-    micro_batch: Count
-    sequence: Count
-    first_position: Count
-    token_ids: tuple[int, ...]
-    token_texts: tuple[str, ...] = ()
-    shares: tuple[float, ...]
-
-
-class Finding(Part):
-    verdict: Verdict
-    strategy: Literal["attribution", "bisect"]
-    step: Count
-    summary: ShortText
-    culprits: tuple[Culprit, ...] = ()
-    share: float | None = None
-    checksum: float | None = None
-    rest_share: float | None = None
-    certificate: Certificate | None = None
-    fidelity: Fidelity
-    causes: tuple[Cause, ...] = ()
-    fix: Fix | None = None
-    healthy_norm: float | None = None
-    layer_growth: dict[str, float] = {}
-    layers_exploding: tuple[str, ...] = ()
-    module_kinds_exploding: tuple[str, ...] = ()
-    profile: Profile | None = None
-    sequence_view: SequenceView | None = None
-    shares_by_sequence: tuple[tuple[int, int, int, float], ...] = ()
-    cost: Cost
 
 
 class LocalizationMessage(Message):
@@ -507,28 +394,7 @@ AnyMessage = Annotated[
     Field(discriminator="type"),
 ]
 
-MESSAGE_TYPES: tuple[type[Message], ...] = (
-    RunStarted,
-    StepObserved,
-    SnapshotCommitted,
-    SnapshotFailed,
-    RunEnded,
-    IncidentOpened,
-    IncidentJoined,
-    IncidentWorsened,
-    IncidentResolved,
-    LimitsChanged,
-    StreamGapNoticed,
-    LocalizationStarted,
-    LocalizationProgressed,
-    LocalizationFinished,
-    LocalizationFailed,
-    SnapshotRequested,
-    RelocalizeRequested,
-    OverrideSet,
-    Tick,
-    JobReported,
-)
+MESSAGE_TYPES: tuple[type[Message], ...] = get_args(get_args(AnyMessage)[0])
 
 
 def type_name(message_type: type[Message]) -> str:
