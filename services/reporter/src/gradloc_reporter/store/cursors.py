@@ -1,0 +1,40 @@
+"""Where each stream was read to, and which runs are worth reading."""
+
+from typing import Any, cast
+
+from sqlalchemy import CursorResult, or_, select, update
+from sqlalchemy.orm import Session
+
+from gradloc_proto.bus import START
+from gradloc_reporter.store.rows import insert_new
+from gradloc_reporter.store.tables import CursorRow, IncidentRow, RunRow
+
+
+class CursorMoved(RuntimeError):
+    """Another reporter has read this stream meanwhile; our transaction must not be committed."""
+
+
+def load_cursors(session: Session) -> dict[str, str]:
+    return {row.stream: row.cursor for row in session.scalars(select(CursorRow))}
+
+
+def move_cursors(session: Session, moves: dict[str, tuple[str, str]]) -> None:
+    """Move each stream's cursor from the expected place to the new one. Raises CursorMoved."""
+    for stream, (expected, new) in sorted(moves.items()):
+        if expected == START:
+            insert_new(session, CursorRow, [{"stream": stream, "cursor": START}])
+        result = session.execute(
+            update(CursorRow).where(CursorRow.stream == stream, CursorRow.cursor == expected).values(cursor=new)
+        )
+        if cast(CursorResult[Any], result).rowcount != 1:
+            raise CursorMoved(f"stream {stream} was read by another reporter")
+
+
+def runs_to_read(session: Session, *, with_ended: bool) -> list[str]:
+    """Ids of the runs that go on or wait for a finding; or of all, to look for late news of ended ones."""
+    query = select(RunRow.run_id)
+    if not with_ended:
+        waiting = select(IncidentRow.run_id).where(IncidentRow.status.in_(("open", "localizing")))
+        goes_on = or_(RunRow.ended_attempt.is_(None), RunRow.ended_attempt < RunRow.attempt)
+        query = query.where(or_(goes_on, RunRow.run_id.in_(waiting)))
+    return list(session.scalars(query))

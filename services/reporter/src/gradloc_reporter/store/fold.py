@@ -1,0 +1,63 @@
+"""Messages of one batch into one session: each kind to the function that knows its rows.
+
+Knows which stream may carry which message, because rights are given by stream: whoever may write a
+run's steps must not be able to write its findings.
+"""
+
+from sqlalchemy.orm import Session
+
+from gradloc_proto import messages as m
+from gradloc_proto.streams import StreamName
+from gradloc_reporter.store import incident_facts, run_facts
+
+ALLOWED: dict[StreamName, tuple[type[m.Message], ...]] = {
+    "steps": (m.RunStarted, m.StepObserved, m.SnapshotCommitted, m.SnapshotFailed, m.RunEnded),
+    "incidents": (m.IncidentMessage, m.IncidentResolved, m.StreamGapNoticed),
+    "limits": (m.LimitsChanged,),
+    "findings": (m.LocalizationMessage,),
+    "control": (m.SnapshotRequested, m.RelocalizeRequested, m.OverrideSet, m.Tick, m.JobReported),
+}
+
+
+class Fold:
+    """Applies messages; `finish` writes what was gathered for one insert."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._steps: list[m.StepObserved] = []
+
+    def apply(self, message: m.Message) -> None:
+        match message:
+            case m.StepObserved():
+                self._steps.append(message)
+            case m.RunStarted():
+                run_facts.run_started(self._session, message)
+            case m.RunEnded():
+                run_facts.run_ended(self._session, message)
+            case m.SnapshotCommitted() | m.SnapshotFailed():
+                run_facts.snapshot_told(self._session, message)
+            case m.LimitsChanged():
+                run_facts.limits_changed(self._session, message)
+            case m.StreamGapNoticed():
+                run_facts.gap_noticed(self._session, message)
+            case m.IncidentOpened() | m.IncidentJoined() | m.IncidentWorsened():
+                incident_facts.spike_told(self._session, message)
+            case m.IncidentResolved():
+                incident_facts.incident_resolved(self._session, message)
+            case (
+                m.LocalizationStarted() | m.LocalizationProgressed() | m.LocalizationFinished() | m.LocalizationFailed()
+            ):
+                incident_facts.localization_told(self._session, message)
+            case m.JobReported():
+                incident_facts.job_reported(self._session, message)
+            case m.RelocalizeRequested():
+                incident_facts.relocalize_requested(self._session, message)
+            case m.SnapshotRequested() | m.OverrideSet() | m.Tick():
+                pass  # wishes to others and their clock: nothing of ours
+            case _:
+                raise AssertionError(type(message).__name__)
+
+    def finish(self) -> None:
+        run_facts.steps_observed(self._session, self._steps)
+        self._steps = []
+        self._session.flush()

@@ -1,0 +1,405 @@
+"""What people are told of an incident, in words: the one text of Slack, the web page and `gradloc`.
+
+Pure: no I/O, no clock, no client library. A telling is a headline and labelled lines made of
+pieces; `plain` and `mrkdwn` put them together, the page lays them out itself. Text that came from
+outside (token texts, summaries) is made visible and cut here, and escaped where it is rendered.
+"""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from gradloc_proto.messages import Cause, Culprit, Finding, Flag, SequenceView, Spike
+from gradloc_reporter.figures import factor, number, percent, token_text, visible
+
+CULPRITS_TOLD_MAX = 3
+FREE_TEXT_MAX = 300
+
+
+@dataclass(frozen=True, slots=True)
+class Story:
+    """All that the words need to know of an incident."""
+
+    run_id: str
+    incident_id: str
+    status: str  # open, localizing, located, failed, resolved
+    spike: Spike | None  # the worst one
+    num_spikes: int = 1
+    finding: Finding | None = None
+    localization_attempt: int = 0
+    localizing: bool = False
+    stage: str | None = None
+    fraction: float | None = None
+    failure: str | None = None
+    retryable: bool = False
+    resolved_step: int | None = None
+    resolved_reason: str | None = None
+    acknowledged_by: str | None = None
+    url: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Some words; `code` marks a token's text."""
+
+    text: str
+    code: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    label: str  # "" for a sentence that needs none
+    pieces: tuple[Piece, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Telling:
+    headline: str
+    figures: str
+    lines: tuple[Line, ...]
+    status: str
+    url: str | None
+
+
+def redacted(finding: Finding) -> Finding:
+    """`finding` without any text of prompts or answers: only places, ids and numbers remain."""
+
+    def bare(culprit: Culprit) -> Culprit:
+        return culprit.model_copy(update={"token_text": None, "uid": None})
+
+    def quiet(cause: Cause) -> Cause:
+        numbers = {key: value for key, value in cause.evidence.items() if not isinstance(value, str)}
+        return cause.model_copy(update={"summary": "", "evidence": numbers})
+
+    view: SequenceView | None = finding.sequence_view
+    return finding.model_copy(
+        update={
+            "summary": "",
+            "culprits": tuple(bare(culprit) for culprit in finding.culprits),
+            "causes": tuple(quiet(cause) for cause in finding.causes),
+            "sequence_view": None if view is None else view.model_copy(update={"token_texts": ()}),
+        }
+    )
+
+
+# --- the telling -------------------------------------------------------------------------------
+
+
+def tell(story: Story) -> Telling:
+    """Everything to say of an incident as it stands."""
+    step = _step_of(story)
+    headline = f"Spike · run {story.run_id}" + ("" if step is None else f" · step {step:,}")
+    lines: list[Line] = []
+    if story.finding is not None:
+        lines = _finding_lines(story.finding, _limit_of(story))
+    return Telling(headline, _figures(story), tuple(lines), status_text(story), story.url)
+
+
+def culprit_in_short(finding: Finding | None) -> str:
+    """One phrase for lists: where the spike comes from."""
+    if finding is None:
+        return ""
+    if finding.verdict in _WITHOUT_PLACE or not finding.culprits:
+        return VERDICT_NAMES[finding.verdict]
+    first = finding.culprits[0]
+    more = f" and {len(finding.culprits) - 1} more" if len(finding.culprits) > 1 else ""
+    return _text(_place_of(first, whole_sequence=finding.verdict == "sequence")) + more
+
+
+VERDICT_NAMES = {
+    "token": "one token",
+    "sequence": "one sequence",
+    "layer": "layers exploding at one position",
+    "batch-wide": "the whole batch",
+    "accounting": "not a token: the loss holds something else",
+    "mask": "a position outside the loss mask",
+    "norm-overflow": "the norm's own overflow",
+    "not-reproduced": "not reproduced: hardware or nondeterminism",
+    "non-finite": "a value that is not finite",
+    "inconclusive": "inconclusive",
+}
+_WITHOUT_PLACE = ("batch-wide", "accounting", "norm-overflow", "not-reproduced", "inconclusive")
+
+
+def status_text(story: Story) -> str:
+    """Where the incident stands, in one sentence."""
+    parts = []
+    if story.status == "resolved":
+        where = "" if story.resolved_step is None else f" at step {story.resolved_step:,}"
+        why = f": {visible(story.resolved_reason, FREE_TEXT_MAX)}" if story.resolved_reason else ""
+        parts.append(f"Resolved{where}{why}")
+    if story.localizing:
+        stage = "" if not story.stage else f": {visible(story.stage, 80)}"
+        done = "" if story.fraction is None else f", {round(100 * min(max(story.fraction, 0.0), 1.0))} %"
+        again = f" (attempt {story.localization_attempt})" if story.localization_attempt > 1 else ""
+        parts.append(f"Localizing{again}{stage}{done}")
+    elif story.failure is not None and story.status != "located":
+        then = "it will be tried again" if story.retryable else "re-localize from the incident's page to try again"
+        reason = visible(story.failure, FREE_TEXT_MAX).rstrip(".")
+        parts.append(f"Localization attempt {story.localization_attempt} failed: {reason}; {then}")
+    elif story.finding is not None and story.status != "resolved":
+        parts.append("Located")
+    elif story.status == "open":
+        parts.append("Waiting for localization")
+    if story.num_spikes > 1:
+        parts.append(f"{story.num_spikes:,} spikes so far")
+    if story.acknowledged_by:
+        parts.append(f"acknowledged by {visible(story.acknowledged_by, 60)}")
+    return " · ".join(parts)
+
+
+def _step_of(story: Story) -> int | None:
+    if story.spike is not None:
+        return story.spike.step
+    return None if story.finding is None else story.finding.step
+
+
+def _limit_of(story: Story) -> float | None:
+    if story.finding is not None and story.finding.certificate is not None:
+        return story.finding.certificate.limit
+    return None if story.spike is None else story.spike.limit
+
+
+def _figures(story: Story) -> str:
+    """grad norm 640 (healthy 0.41, 1,560x); then the worst flagged series, where the norm is not it."""
+    spike = story.spike
+    if spike is None:
+        fidelity = None if story.finding is None else story.finding.fidelity.reported_norm
+        return "" if fidelity is None else f"grad norm {number(fidelity)}"
+    text = f"grad norm {number(spike.grad_norm)}{_against(spike.grad_norm, spike.healthy_norm)}"
+    others = [flag for flag in spike.flags if flag.series != "norm"]
+    if others and all(flag.series != "norm" for flag in spike.flags):
+        text += f" · {_flag_text(others[0])}"
+        if len(others) > 1:
+            text += f" and {len(others) - 1} more series"
+    return text
+
+
+def _flag_text(flag: Flag) -> str:
+    name = "layer " if flag.rule == "layer" else ""
+    return f"{name}{visible(flag.series, 80)} {number(flag.value)}{_against(flag.value, flag.baseline)}"
+
+
+def _against(value: float, baseline: float | None) -> str:
+    if baseline is None:
+        return ""
+    times = factor(value, baseline)
+    return f" (healthy {number(baseline)}" + (")" if times is None else f", {number(times)}x)")
+
+
+def _finding_lines(finding: Finding, limit: float | None) -> list[Line]:
+    lines = _culprit_lines(finding)
+    sentences = []
+    if finding.causes:
+        cause = finding.causes[0]
+        sure = {"high": "", "medium": " (likely)", "low": " (a guess)"}[cause.confidence]
+        sentences.append(f"{cause_text(cause).rstrip().removesuffix('.')}{sure}.")
+    certificate = certificate_text(finding)
+    if certificate:
+        sentences.append(certificate)
+    if sentences:
+        lines.append(Line("Cause" if finding.causes else "", (Piece(" ".join(sentences)),)))
+    fix = fix_text(finding, limit)
+    if fix:
+        lines.append(Line(*fix))
+    return lines
+
+
+def cause_text(cause: Cause) -> str:
+    return visible(cause.summary, FREE_TEXT_MAX) or visible(cause.name, 80).replace("-", " ").replace("_", " ")
+
+
+def certificate_text(finding: Finding) -> str:
+    """The measured norm without the culprits, or "" where none was measured."""
+    certificate = finding.certificate
+    if certificate is None:
+        return ""
+    noun = "sequence" if finding.verdict == "sequence" else "token"
+    count = certificate.num_culprits
+    what = f"this {noun}" if count == 1 else f"these {count:,} {noun}s"
+    norm, limit = number(certificate.norm_without), number(certificate.limit)
+    if certificate.holds:
+        return f"Without {what} the norm is {norm} (limit {limit})."
+    return f"Even without {what} the norm is {norm}, over the limit {limit}: not the whole explanation."
+
+
+def fix_text(finding: Finding, limit: float | None) -> tuple[str, tuple[Piece, ...]] | None:
+    fix = finding.fix
+    if fix is None:
+        return None
+    after = f"{visible(fix.name, 120)} → norm {number(fix.norm_after)}"
+    if fix.holds:
+        return "Fix that would have held", (Piece(after),)
+    over = "" if limit is None else f", still over the limit {number(limit)}"
+    return "Best remedy tried", (Piece(after + over),)
+
+
+def _culprit_lines(finding: Finding) -> list[Line]:
+    verdict = finding.verdict
+    if verdict in _WITHOUT_PLACE or not finding.culprits:
+        return [Line("Verdict", (Piece(_verdict_sentence(finding)),))]
+    told = finding.culprits[:CULPRITS_TOLD_MAX]
+    lines = []
+    if len(finding.culprits) > 1:
+        together = "" if finding.share is None else f", together {percent(finding.share)} of the norm²"
+        noun = "sequences" if verdict == "sequence" else "tokens"
+        lines.append(Line("Culprits", (Piece(f"{len(finding.culprits):,} {noun}{together}"),)))
+    for index, culprit in enumerate(told):
+        label = "Culprit" if len(finding.culprits) == 1 else f"{index + 1}."
+        lines.append(Line(label, (*_place_of(culprit, whole_sequence=verdict == "sequence"), *_weight_of(culprit))))
+    if len(finding.culprits) > len(told):
+        lines.append(Line("", (Piece(f"and {len(finding.culprits) - len(told):,} more on the incident's page"),)))
+    if verdict in ("layer", "mask", "non-finite"):
+        lines.append(Line("Verdict", (Piece(_verdict_sentence(finding)),)))
+    return lines
+
+
+def _place_of(culprit: Culprit, *, whole_sequence: bool) -> tuple[Piece, ...]:
+    where = f"rank {culprit.rank} · micro-batch {culprit.micro_batch} · sequence {culprit.sequence}"
+    if whole_sequence:
+        return (Piece(where),)
+    pieces = [Piece(f"{where} · token {culprit.token}")]
+    if culprit.token_text is not None:
+        pieces += [Piece(" "), Piece(token_text(culprit.token_text), code=True)]
+    if culprit.token_id is not None:
+        pieces.append(Piece(f" (id {culprit.token_id})"))
+    return tuple(pieces)
+
+
+def _weight_of(culprit: Culprit) -> tuple[Piece, ...]:
+    text = f" · {percent(culprit.share)} of the norm²" if math.isfinite(culprit.share) else ""
+    if culprit.layer:
+        text += f" · {visible(culprit.layer, 80)}"
+    return (Piece(text),) if text else ()
+
+
+def _verdict_sentence(finding: Finding) -> str:
+    match finding.verdict:
+        case "batch-wide":
+            largest = max((share for *_, share in finding.shares_by_sequence), default=None, key=_sortable)
+            most = "" if largest is None else f"; the largest sequence has {percent(largest)}"
+            return f"No single culprit: the norm is spread over the whole batch{most}."
+        case "accounting":
+            return (
+                f"Not a token's fault: {percent(finding.rest_share)} of the norm² belongs to no token. Look for an "
+                "auxiliary loss, weight decay in the loss, or a loss that is not normalised."
+            )
+        case "norm-overflow":
+            return "Every gradient is finite: the norm itself overflowed. Accumulate it in float64."
+        case "not-reproduced":
+            fidelity = finding.fidelity
+            return (
+                f"The replay gives norm {number(fidelity.replayed_norm)} where {number(fidelity.reported_norm)} was "
+                "reported: suspect the hardware, or a step that is not deterministic."
+            )
+        case "inconclusive":
+            checksum = "" if finding.checksum is None else f" (the shares sum to {number(finding.checksum)}, not 1)"
+            return f"No verdict{checksum}: the numbers do not prove any culprit."
+        case "layer":
+            return f"{_layers(finding)} explode together at this position; the layers above stay calm."
+        case "mask":
+            return "This position is outside the loss mask, and yet its coefficient is not finite."
+        case "non-finite":
+            where = f"; first in {visible(finding.layers_exploding[0], 80)}" if finding.layers_exploding else ""
+            return f"A gradient that is not a finite number starts here{where}."
+        case "sequence":
+            return "One sequence makes the spike, no single token of it."
+        case _:
+            return "One token makes the spike."
+
+
+def _layers(finding: Finding) -> str:
+    names = [visible(name, 60) for name in finding.layers_exploding]
+    kinds = f" ({', '.join(visible(kind, 30) for kind in finding.module_kinds_exploding)})"
+    kinds = kinds if finding.module_kinds_exploding else ""
+    if not names:
+        return f"Some layers{kinds}"
+    listed = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+    return f"{listed[0].upper()}{listed[1:]}{kinds}"
+
+
+def _sortable(value: float) -> float:
+    return -math.inf if math.isnan(value) else value
+
+
+def _text(pieces: Iterable[Piece]) -> str:
+    return "".join(piece.text for piece in pieces)
+
+
+# --- the log -----------------------------------------------------------------------------------
+
+
+def event_text(kind: str, detail: dict[str, object]) -> str:
+    """What happened, in one line of the log."""
+
+    def said(key: str, limit: int = FREE_TEXT_MAX) -> str:
+        return visible(str(detail.get(key, "")), limit)
+
+    match kind:
+        case "incident_opened" | "incident_joined" | "incident_worsened":
+            verb = {"incident_opened": "Spike", "incident_joined": "Another spike", "incident_worsened": "Worse spike"}
+            norm = number(float(str(detail.get("grad_norm", "nan"))))
+            return f"{verb[kind]} at step {said('step')}: grad norm {norm}"
+        case "incident_resolved":
+            return f"Resolved at step {said('step')}: {said('reason')}"
+        case "localization_started":
+            return f"Localization attempt {said('localization_attempt')} started"
+        case "localization_failed":
+            return f"Localization attempt {said('localization_attempt')} failed: {said('reason')}"
+        case "localization_finished":
+            verdict = VERDICT_NAMES.get(said("verdict"), said("verdict"))
+            return f"Localization attempt {said('localization_attempt')} finished: {verdict}"
+        case "job_reported":
+            more = f": {said('detail')}" if detail.get("detail") else ""
+            return f"Ray job of attempt {said('localization_attempt')} {said('status')}{more}"
+        case "relocalize_requested":
+            return f"{said('by', 60)} asked for another localization"
+        case "acknowledged":
+            return f"Acknowledged by {said('by', 60)}"
+        case "commented":
+            return f"{said('by', 60)}: {said('text', 2000)}"
+        case "stream_gap_noticed":
+            return f"Steps {said('first_step')} to {said('last_step')} never arrived: {said('reason')}"
+        case _:
+            return kind.replace("_", " ")
+
+
+# --- rendering ---------------------------------------------------------------------------------
+
+
+def plain(telling: Telling) -> str:
+    """For terminals and logs."""
+    head = f"{telling.headline} · {telling.figures}" if telling.figures else telling.headline
+    lines = [head, *(_labelled(line, _text(line.pieces)) for line in telling.lines), telling.status, telling.url or ""]
+    return "\n".join(line for line in lines if line)
+
+
+def mrkdwn(telling: Telling) -> str:
+    """For Slack: control characters escaped, token texts as code."""
+    head = f"*{escaped(telling.headline)}*" + (f" · {escaped(telling.figures)}" if telling.figures else "")
+    return "\n".join([head, *(mrkdwn_line(line) for line in telling.lines)])
+
+
+def mrkdwn_line(line: Line) -> str:
+    label = f"*{escaped(line.label)}*" if line.label else ""
+    return _labelled(replace(line, label=label), "".join(_mrkdwn_piece(piece) for piece in line.pieces))
+
+
+def escaped(text: str) -> str:
+    """Slack's three control characters as entities; a backtick would open code, so it becomes a look-alike."""
+    return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;").replace("`", "ˋ")
+
+
+def _mrkdwn_piece(piece: Piece) -> str:
+    return f"`{escaped(piece.text)}`" if piece.code else escaped(piece.text)
+
+
+def _labelled(line: Line, text: str) -> str:
+    if not line.label:
+        return text
+    return f"{line.label} {text}" if line.label.endswith(".") else f"{line.label}: {text}"
+
+
+def with_text_hidden(story: Story) -> Story:
+    """`story` as `--redact-tokens` tells it."""
+    return story if story.finding is None else replace(story, finding=redacted(story.finding))
