@@ -23,7 +23,6 @@ STREAM_LENGTH_MAX: dict[StreamName, int] = {
 REGISTRY_LENGTH_MAX = 100_000
 DEAD_LETTERS_LENGTH_MAX = 1_000  # enough to see what went wrong, never a leak
 LEASE_TTL_S = 15.0  # a dead owner is replaced within a quarter of the promised minute
-RUN_KEYS_TTL_S = 7 * 24 * 3600  # a run that has ended is gone from Redis after a week
 
 
 def stream(run_id: str, name: StreamName) -> str:
