@@ -1,0 +1,67 @@
+"""Supervised training before GRPO, just long enough that rewards are not all zero.
+
+    python -m gradloc.demo.pretraining --seed 1 --out weights.safetensors
+
+One process, one thread; the result is a function of the seed.
+"""
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+import numpy as np
+import torch
+
+from gradloc.demo.model import new_model, response_logp, save_weights
+from gradloc.demo.task import NUM_PROMPTS, PAD, RESPONSE_LENGTH, problem
+
+NUM_STEPS = 80
+BATCH_ROWS = 64
+LEARNING_RATE = 3e-3
+
+
+def pretrained(seed: int, progress: Callable[[int], None] = lambda step: None) -> Any:
+    """A model that sorts some of the time."""
+    torch.set_num_threads(1)
+    model = new_model(seed)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.01)
+    rng = np.random.default_rng([seed, 1])
+    for step in range(NUM_STEPS):
+        for group in optimizer.param_groups:
+            group["lr"] = LEARNING_RATE * min(1.0, (step + 1) / 20) * 0.5 * (1 + math.cos(math.pi * step / NUM_STEPS))
+        ids_BT, mask_BR = _batch(rng)
+        logp_BR = response_logp(model, ids_BT)
+        loss = -(logp_BR * mask_BR).sum() / mask_BR.sum()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        progress(step)
+    return model
+
+
+def _batch(rng: np.random.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+    rows, masks = [], []
+    for index in rng.integers(0, NUM_PROMPTS, BATCH_ROWS):
+        asked = problem(int(index))
+        padding = RESPONSE_LENGTH - len(asked.answer)
+        rows.append([*asked.prompt, *asked.answer, *[PAD] * padding])
+        masks.append([1.0] * len(asked.answer) + [0.0] * padding)
+    return torch.tensor(rows), torch.tensor(masks)
+
+
+@click.command()
+@click.option("--seed", type=int, required=True)
+@click.option("--out", type=click.Path(path_type=Path), required=True)
+def main(seed: int, out: Path) -> None:
+    """Train and write the weights."""
+    model = pretrained(seed)
+    part = out.with_suffix(".part")
+    save_weights(model, part)
+    part.rename(out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,233 @@
+"""The demo's GRPO loop on two ranks over gloo; one process a rank.
+
+    python -m gradloc.demo.trainer --rank 0 --world-size 2 --work DIR --run R --seed 1 --steps 60 ...
+
+A plain PyTorch loop that gradloc watches, as a user's would be. What may go wrong in it comes from
+`faults` by the environment; nothing here, in its logs or in its messages says whether it did.
+Shapes: B rows, T positions, R response positions.
+"""
+
+import json
+import logging
+import os
+import sys
+import time
+from collections import deque
+from contextlib import nullcontext
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import click
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+import gradloc
+from gradloc.demo import faults, task
+from gradloc.demo.grpo import advantages, token_losses
+from gradloc.demo.model import load_weights, new_model, response_logp
+from gradloc.demo.moment import Fault, Moment
+from gradloc.demo.rollout import InferenceCopy, Rollouts
+from gradloc.demo.settings import (
+    GRAD_NORM_MAX,
+    GROUP_SIZE,
+    GROUPS_PER_RANK,
+    LEARNING_RATE,
+    NUM_MICRO_BATCHES,
+    rewards_of,
+)
+
+RENDEZVOUS_TIMEOUT_S = 120.0
+WEIGHTS_TIMEOUT_S = 120.0
+HEALTHY_WINDOW = 16
+_log = logging.getLogger("gradloc.demo")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """One rank's part of a run. `work` is the run's own folder, shared by its ranks."""
+
+    work: Path
+    run: str
+    seed: int
+    steps: int
+    rank: int = 0
+    world_size: int = 1
+    redis: str | None = None
+    store: str | None = None
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One rank's rows of a step, with what the loss needs."""
+
+    rollouts: Rollouts
+    rewards_B: torch.Tensor
+    advantage_B: torch.Tensor
+    old_logp_BR: torch.Tensor
+
+    def rows(self, index: int) -> slice:
+        """The rows of micro-batch `index`."""
+        num_rows = len(self.rewards_B) // NUM_MICRO_BATCHES
+        return slice(index * num_rows, (index + 1) * num_rows)
+
+    def tensors(self, index: int) -> dict[str, torch.Tensor]:
+        """Micro-batch `index`, by name."""
+        rows = self.rows(index)
+        return {
+            "ids_BT": self.rollouts.ids_BT[rows],
+            "mask_BR": self.rollouts.mask_BR[rows],
+            "rollout_logp_BR": self.rollouts.logp_BR[rows],
+            "old_logp_BR": self.old_logp_BR[rows],
+            "advantage_B": self.advantage_B[rows],
+        }
+
+
+def train(settings: Settings, fault: Fault) -> None:
+    """Train; the process group is there already where world_size > 1."""
+    torch.set_num_threads(1)
+    model = new_model(settings.seed)
+    load_weights(model, _awaited(settings.work / "weights.safetensors"))
+    copy = InferenceCopy(model, seed=1_000 * settings.seed + settings.rank)
+    ddp = DistributedDataParallel(model) if settings.world_size > 1 else model
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.0)
+    probe = gradloc.watch(
+        ddp,
+        optimizer,
+        run=settings.run,
+        redis=settings.redis,
+        store=settings.store,
+        tokenizer=task.tokenizer(),
+        labels={"task": "sort", "algorithm": "grpo"},
+    )
+    rng = np.random.default_rng([settings.seed, 2, settings.rank])
+    norms: deque[float] = deque(maxlen=HEALTHY_WINDOW)
+    previous: Rollouts | None = None
+    for step in range(settings.steps):
+        copy.sync(model)
+        rollouts = copy.sample(_problems(rng))
+        if previous is not None and norms:
+            moment = Moment(step, settings.rank, rollouts, previous, copy, model, float(np.median(norms)))
+            rollouts = fault.strike(moment)
+        batch = _batch(model, rollouts)
+        if fault.struck_at == step:
+            fault.testify(settings.rank, model, [batch.tensors(index) for index in range(NUM_MICRO_BATCHES)])
+        loss = _backward(ddp, batch, probe, settings.world_size)
+        probe.observe(loss=loss, lr=LEARNING_RATE, **_metrics(batch))
+        norm = float(torch.nn.utils.clip_grad_norm_(model.parameters(), GRAD_NORM_MAX))
+        norms.append(norm)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        previous = rollouts
+        if settings.rank == 0:
+            _progress(settings.work, {"step": step, "ts": time.time(), "grad_norm": norm, **_metrics(batch)})
+    stall_s = probe.stall_s  # closing is not part of the loop
+    probe.close()
+    outcome = {"steps": settings.steps, "stall_s": stall_s, "num_events_dropped": probe.num_events_dropped}
+    (settings.work / f"outcome-{settings.rank}.json").write_text(json.dumps(outcome))
+
+
+def _problems(rng: np.random.Generator) -> tuple[task.Problem, ...]:
+    picked = rng.choice(task.NUM_PROMPTS, GROUPS_PER_RANK, replace=False)
+    return tuple(task.problem(int(index)) for index in picked for _ in range(GROUP_SIZE))
+
+
+def _batch(model: torch.nn.Module, rollouts: Rollouts) -> Batch:
+    rewards_B = rewards_of(rollouts)
+    with torch.no_grad():
+        old_logp_BR = torch.cat([response_logp(model, ids_BT) for ids_BT in rollouts.ids_BT.chunk(NUM_MICRO_BATCHES)])
+    return Batch(rollouts, rewards_B, advantages(rewards_B, GROUP_SIZE), old_logp_BR)
+
+
+def _backward(ddp: Any, batch: Batch, probe: gradloc.Probe, world_size: int) -> float:
+    """All micro-batches' backward; the loss is a mean over the tokens of all ranks."""
+    num_tokens = batch.rollouts.mask_BR.sum().double()
+    if world_size > 1:
+        dist.all_reduce(num_tokens)
+    total = 0.0
+    for index in range(NUM_MICRO_BATCHES):
+        part = batch.tensors(index)
+        last = index == NUM_MICRO_BATCHES - 1
+        with nullcontext() if last or world_size == 1 else ddp.no_sync():
+            logp_BR = response_logp(ddp, part["ids_BT"])
+            probe.tokens(
+                logp_BR,
+                part["ids_BT"],
+                part["mask_BR"],
+                rollout_logp=part["rollout_logp_BR"],
+                old_logp=part["old_logp_BR"],
+                advantage=part["advantage_B"],
+                uid=[one.uid for one in batch.rollouts.problems[batch.rows(index)]],
+            )
+            losses_BR = token_losses(
+                logp_BR, part["old_logp_BR"], part["rollout_logp_BR"], part["advantage_B"], part["mask_BR"]
+            )
+            # DDP averages over ranks; times world_size makes it the sum that the mean needs.
+            loss = losses_BR.sum() * (world_size / num_tokens.item())
+            loss.backward()
+        total += loss.item()
+    return total
+
+
+def _metrics(batch: Batch) -> dict[str, float]:
+    rewards_NG = batch.rewards_B.view(-1, GROUP_SIZE)
+    return {
+        "reward_mean": float(rewards_NG.mean()),
+        "reward_std": float(rewards_NG.std()),
+        "accuracy": float((rewards_NG == 1).float().mean()),
+        "num_zero_variance_groups": float((rewards_NG.std(dim=1) == 0).sum()),
+    }
+
+
+def _progress(work: Path, row: dict[str, float]) -> None:
+    with (work / "progress.jsonl").open("a") as lines:
+        lines.write(json.dumps(row) + "\n")
+
+
+def _awaited(path: Path) -> Path:
+    """The path, once the file is there. Raises TimeoutError."""
+    deadline = time.monotonic() + WEIGHTS_TIMEOUT_S
+    while not path.exists():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"{path} did not appear within {WEIGHTS_TIMEOUT_S:.0f} s")
+        time.sleep(0.1)
+    return path
+
+
+@click.command()
+@click.option("--work", type=click.Path(path_type=Path, exists=True), required=True)
+@click.option("--run", required=True)
+@click.option("--seed", type=int, required=True)
+@click.option("--steps", type=click.IntRange(1, 100_000), required=True)
+@click.option("--rank", type=int, default=0)
+@click.option("--world-size", type=click.IntRange(1, 64), default=1)
+@click.option("--redis", default=None)
+@click.option("--store", default=None)
+def main(**options: Any) -> None:
+    """One rank of the demo's training run."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    settings = Settings(**options)
+    if settings.world_size > 1:
+        if sys.platform == "linux":
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        dist.init_process_group(
+            "gloo",
+            init_method=f"file://{settings.work / 'rendezvous'}",
+            rank=settings.rank,
+            world_size=settings.world_size,
+            timeout=timedelta(seconds=RENDEZVOUS_TIMEOUT_S),
+        )
+    _log.info("rank %d of %d begins", settings.rank, settings.world_size)
+    try:
+        train(settings, faults.from_environment(settings.seed, settings.world_size))
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    _log.info("rank %d has finished", settings.rank)
+
+
+if __name__ == "__main__":
+    main()
