@@ -1,0 +1,212 @@
+"""Attribution: every token's share of the squared gradient norm from two forward passes.
+
+    share_i = c_i <grad logp_i, g> / ||g||^2  ~=  c_i [logp_i(theta + eps v) - logp_i(theta - eps v)] / (2 eps ||g||)
+
+with v = g / ||g||; the shares of all tokens sum to one, which is the built-in checksum. eps adapts
+to the gradient: usable values spanned five decades between measured cases (docs/algorithm.md). Where
+no eps passes the checksum, forward-mode differentiation gives the same derivative without one.
+Knows no limit and no culprit. Shapes: B rows, R positions with a logp.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from gradloc.perturbation import Perturbation
+from gradloc.policy import PlacedBatch, Policy, active_part
+from gradloc.replay import Gradient
+
+# Wanted change of the leading token's logp, and |sum - 1| that counts as numerically sound.
+TAU = {torch.float32: 0.03, torch.float64: 0.03}
+TAU_LOW_PRECISION = 0.3
+CHECKSUM_TOLERANCE = {torch.float32: 0.005, torch.float64: 0.005}
+CHECKSUM_TOLERANCE_LOW_PRECISION = 0.15
+NUM_RESCALES_MAX = 6  # each moves eps by at most 100x: twelve decades in all
+NUM_RETRIES_MAX = 2  # after a bad checksum, before exact derivatives
+NONLINEAR = 0.1  # curvature against slope of the leading token: above it eps is too large
+
+
+@dataclass(frozen=True)
+class Attribution:
+    """Shares by batch, float64 [B, R] each, zero where the coefficient is zero. `eps` is 0 for exact derivatives."""
+
+    shares: tuple[Tensor, ...]
+    checksum: float
+    eps: float
+    tolerance: float
+
+    @property
+    def is_sound(self) -> bool:
+        """Whether the checksum is near one, measured against the largest share that entered the sum."""
+        largest = max((float(share.abs().max()) for share in self.shares if share.numel()), default=0.0)
+        return abs(self.checksum - 1.0) <= self.tolerance * max(1.0, largest)
+
+
+@dataclass(frozen=True)
+class _Step:
+    """What one value of eps gave."""
+
+    eps: float
+    plus: list[Tensor]
+    minus: list[Tensor]
+
+
+def attribute(
+    policy: Policy,
+    batches: Sequence[PlacedBatch],
+    coefficients: Sequence[Tensor],
+    gradient: Gradient,
+    logp: Sequence[Tensor],
+) -> Attribution:
+    """Shares of all tokens in `gradient`, which is that of `coefficients`; `logp` as the replay computed them.
+
+    Raises ValueError when the gradient is zero or not finite: shares have no meaning then.
+    """
+    if not math.isfinite(gradient.norm) or gradient.norm == 0.0:
+        raise ValueError(f"shares of a gradient of norm {gradient.norm} have no meaning; expected a finite one above 0")
+    prober = _Prober(policy, batches, coefficients, gradient, logp)
+    best = prober.measure(prober.first_eps())
+    for _ in range(NUM_RETRIES_MAX):
+        if best.is_sound:
+            return best
+        retry = prober.retry()
+        if retry is None:
+            break
+        best = min(best, retry, key=lambda found: abs(found.checksum - 1.0))
+    exact = None if best.is_sound else _exactly(policy, batches, coefficients, gradient, best.tolerance)
+    if exact is not None and abs(exact.checksum - 1.0) < abs(best.checksum - 1.0):
+        return exact
+    return best
+
+
+def _exactly(
+    policy: Policy,
+    batches: Sequence[PlacedBatch],
+    coefficients: Sequence[Tensor],
+    gradient: Gradient,
+    tolerance: float,
+) -> Attribution | None:
+    """Shares by forward-mode differentiation: no eps, about three forwards; None where an operation lacks that mode."""
+    shares = []
+    try:
+        for placed, coefficient_BR in zip(batches, coefficients, strict=True):
+            share_BR = torch.zeros(coefficient_BR.shape, dtype=torch.float64)
+            part = active_part(placed.batch, coefficient_BR)
+            if part is not None:
+                # Only the plain attention kernel has forward-mode derivatives.
+                with torch.no_grad(), forward_ad.dual_level(), sdpa_kernel(SDPBackend.MATH):
+                    dual = {
+                        name: forward_ad.make_dual(parameter, gradient.tensors[name].to(parameter) / gradient.norm)
+                        for name, parameter in policy.parameters.items()
+                    }
+                    tangent_BR = forward_ad.unpack_dual(policy.log_probs(part.batch, instead=dual)).tangent
+                derivative_BR = torch.zeros(()) if tangent_BR is None else tangent_BR.double().cpu()
+                own_BR = coefficient_BR[part.rows, : part.num_columns]
+                share_BR[part.rows, : part.num_columns] = own_BR * derivative_BR / gradient.norm
+            shares.append(share_BR)
+    except (NotImplementedError, RuntimeError):
+        return None
+    checksum = float(sum(float(share.sum()) for share in shares))
+    return Attribution(tuple(shares), checksum, 0.0, tolerance) if math.isfinite(checksum) else None
+
+
+class _Prober:
+    """Moves the policy along one gradient and keeps what it saw."""
+
+    def __init__(
+        self,
+        policy: Policy,
+        batches: Sequence[PlacedBatch],
+        coefficients: Sequence[Tensor],
+        gradient: Gradient,
+        logp: Sequence[Tensor],
+    ) -> None:
+        self._policy = policy
+        self._batches = batches
+        self._coefficients = coefficients
+        self._norm = gradient.norm
+        self._logp = logp
+        self._perturbation = Perturbation(policy.parameters, gradient.tensors, gradient.norm, policy.grid)
+        self._tau = TAU.get(policy.grid, TAU_LOW_PRECISION)
+        self._tolerance = CHECKSUM_TOLERANCE.get(policy.grid, CHECKSUM_TOLERANCE_LOW_PRECISION)
+        self._last: _Step | None = None
+        self._direction = 0.0
+
+    def first_eps(self) -> float:
+        largest = max(float(coefficient.abs().max()) for coefficient in self._coefficients if coefficient.numel())
+        return self._tau * largest / self._norm
+
+    def measure(self, eps: float) -> Attribution:
+        """Shares at an eps near `eps` that moves the leading token's logp by about tau."""
+        plus: list[Tensor] = []
+        for _ in range(NUM_RESCALES_MAX):
+            plus = self._log_probs(eps)
+            change = abs(self._change_of_leader(plus))
+            if self._tau / 4 <= change <= 4 * self._tau:
+                break
+            scale = self._tau / change if change > 0 else math.inf
+            eps *= 0.01 if math.isnan(scale) else min(max(scale, 0.01), 100.0)
+        return self._attribution(eps, plus)
+
+    def retry(self) -> Attribution | None:
+        """Shares at a smaller eps where the logp bends, at a larger one where rounding speaks; None to give up."""
+        assert self._last is not None
+        curvature = self._curvature(self._last)
+        direction = 0.25 if not curvature < NONLINEAR else 4.0
+        if self._direction and direction != self._direction:
+            return None  # between the two lies nothing better
+        self._direction = direction
+        eps = self._last.eps * direction
+        return self._attribution(eps, self._log_probs(eps))
+
+    def _attribution(self, eps: float, plus: list[Tensor]) -> Attribution:
+        minus = self._log_probs(-eps)
+        self._last = _Step(eps, plus, minus)
+        shares = tuple(
+            torch.where(coefficient != 0, coefficient * (up - down) / (2 * eps * self._norm), 0.0)
+            for coefficient, up, down in zip(self._coefficients, plus, minus, strict=True)
+        )
+        return Attribution(
+            shares=shares,
+            checksum=float(sum(float(share.sum()) for share in shares)),
+            eps=eps,
+            tolerance=self._tolerance,
+        )
+
+    def _log_probs(self, eps: float) -> list[Tensor]:
+        found = []
+        with self._perturbation.moved(eps), torch.no_grad():
+            for placed, coefficient_BR in zip(self._batches, self._coefficients, strict=True):
+                logp_BR = torch.zeros(coefficient_BR.shape, dtype=torch.float64)
+                part = active_part(placed.batch, coefficient_BR)
+                if part is not None:
+                    logp_BR[part.rows, : part.num_columns] = self._policy.log_probs(part.batch).double().cpu()
+                found.append(logp_BR)
+        return found
+
+    def _change_of_leader(self, plus: list[Tensor]) -> float:
+        """Change of logp of the token with the largest |c * change|; NaN when any change is not finite."""
+        leader, weight = 0.0, -1.0
+        for coefficient, up, base in zip(self._coefficients, plus, self._logp, strict=True):
+            change = torch.where(coefficient != 0, up - base, 0.0)
+            if not bool(torch.isfinite(change).all()):
+                return math.nan
+            weighed = (coefficient * change).abs()
+            if weighed.numel() and float(weighed.max()) > weight:
+                weight = float(weighed.max())
+                leader = float(change.flatten()[int(weighed.argmax())])
+        return leader
+
+    def _curvature(self, step: _Step) -> float:
+        """Second difference against the first one, over all tokens by weight."""
+        bend, slope = 0.0, 0.0
+        for coefficient, up, down, base in zip(self._coefficients, step.plus, step.minus, self._logp, strict=True):
+            active = coefficient != 0
+            bend += float(torch.where(active, (coefficient * (up + down - 2 * base)).abs(), 0.0).sum())
+            slope += float(torch.where(active, (coefficient * (up - down)).abs(), 0.0).sum())
+        return bend / slope if slope > 0 else 0.0

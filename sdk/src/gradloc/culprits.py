@@ -1,0 +1,239 @@
+"""The culprit set: the fewest tokens, or sequences, whose removal brings the norm under the limit.
+
+Removing a set with share s leaves a norm of at least (1 - s) ||g||: that bounds from below how many
+tokens any explanation needs. The proof itself is a replay without the set. What hides behind a
+larger culprit surfaces when the replayed gradient is attributed again. Knows no cause.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from gradloc.attribution import Attribution, attribute
+from gradloc.policy import PlacedBatch, Policy
+from gradloc.replay import Gradient, masked, replay
+from gradloc.verification import ExactToken, Place, exact_tokens
+
+NUM_TOKENS_MAX = 8  # more than this is not "a few tokens"
+NUM_ROUNDS_MAX = 4  # of attributing again what a masked replay left
+NUM_CHECKED = 4  # top tokens whose share is verified exactly, whatever the set's size
+NUM_CERTAIN = 3  # a set this small needs no gap to the next token
+GAP = 2.0  # smallest share in the set against the largest outside it
+SEQUENCE_SHARE = 0.1  # tokens with this much of the top token's share count as "also large"
+SEQUENCE_FRACTION = 0.25  # so many of them in a row: the row is the culprit, not its tokens
+SEQUENCE_TOKENS_MIN = 4
+SEQUENCE_COEFFICIENT = 5.0  # median |c| of a row against the batch's: the whole row is scaled
+NUM_ROWS_BISECTED_MAX = 8
+ROWS_FRACTION_MAX = 0.34  # more rows than this is not "a few sequences"
+
+
+@dataclass(frozen=True)
+class Scene:
+    """One step to explain: the policy, its batches and coefficients, and the gradient they give.
+
+    `focus`: layer keys that the explanation is about, where only some layers broke their limit; the
+    gradient is zero elsewhere then, and so is that of every replay.
+    """
+
+    policy: Policy
+    batches: Sequence[PlacedBatch]
+    coefficients: Sequence[Tensor]
+    gradient: Gradient
+    logp: Sequence[Tensor]
+    focus: frozenset[str] | None = None
+
+    def under(self, coefficients: Sequence[Tensor]) -> "Scene":
+        """The same step under other coefficients, replayed."""
+        replayed = replay(self.policy, self.batches, coefficients)
+        gradient = replayed.gradient if self.focus is None else replayed.gradient.only(self.focus)
+        return replace(self, coefficients=coefficients, gradient=gradient, logp=replayed.logp)
+
+    def attributed(self) -> Attribution:
+        return attribute(self.policy, self.batches, self.coefficients, self.gradient, self.logp)
+
+
+@dataclass(frozen=True)
+class CulpritSet:
+    """Tokens whose removal was replayed. `without` is the gradient that the step had without them.
+
+    `gap` is the smallest share inside against the largest outside; `rows` is set where whole rows were removed.
+    """
+
+    places: tuple[Place, ...]
+    without: Gradient
+    holds: bool
+    num_tokens_lower_bound: int | None
+    gap: float
+    rows: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def is_minimal(self) -> bool:
+        return self.holds and not self.rows and self.num_tokens_lower_bound == len(self.places)
+
+
+def fewest(shares: Sequence[float], target: float) -> int | None:
+    """How many of the largest shares are needed to reach `target`; None when all positive ones do not."""
+    total = 0.0
+    if target <= 0:
+        return 0
+    for count, share in enumerate(sorted(shares, reverse=True), start=1):
+        if share <= 0:
+            return None
+        total += share
+        if total >= target:
+            return count
+    return None
+
+
+def target_share(norm: float, limit: float) -> float:
+    """Share that a set must hold before its removal can bring `norm` under `limit`."""
+    return 1.0 - limit / norm
+
+
+def ranked(shares: Sequence[Tensor], num: int) -> list[tuple[Place, float]]:
+    """The `num` tokens with the largest absolute shares, largest first."""
+    entries: list[tuple[Place, float]] = []
+    for batch, share_BR in enumerate(shares):
+        if not share_BR.numel():
+            continue
+        top = share_BR.abs().flatten().topk(min(num, share_BR.numel())).indices.tolist()
+        width = share_BR.shape[1]
+        entries += [
+            (Place(batch, index // width, index % width), float(share_BR.flatten()[index]))
+            for index in top
+            if float(share_BR.flatten()[index]) != 0.0
+        ]
+    entries.sort(key=lambda entry: -abs(entry[1]))
+    return entries[:num]
+
+
+def row_shares(shares: Sequence[Tensor]) -> list[tuple[tuple[int, int], float]]:
+    """Sum of shares by (batch, row), largest first."""
+    sums = [
+        ((batch, row), value)
+        for batch, share_BR in enumerate(shares)
+        for row, value in enumerate(share_BR.sum(dim=1).tolist())
+    ]
+    return sorted(sums, key=lambda entry: -entry[1])
+
+
+def num_tokens_lower_bound(attribution: Attribution, norm: float, limit: float) -> int | None:
+    """Fewer tokens than this cannot explain the spike, the checksum's error granted; None: no number of tokens can."""
+    slack = abs(attribution.checksum - 1.0)
+    shares = torch.cat([share.flatten() for share in attribution.shares]).tolist()
+    return fewest(shares, target_share(norm, limit) - slack)
+
+
+def verified(scene: Scene, places: Sequence[Place]) -> dict[Place, ExactToken]:
+    """Exact shares of these tokens in the scene's gradient."""
+    return exact_tokens(scene.policy, scene.batches, scene.coefficients, scene.gradient, places)
+
+
+def verified_top(scene: Scene, attribution: Attribution) -> dict[Place, ExactToken]:
+    """Exact shares of the tokens that look largest."""
+    return verified(scene, [place for place, _ in ranked(attribution.shares, NUM_CHECKED)])
+
+
+def find_tokens(
+    scene: Scene, attribution: Attribution, limit: float
+) -> tuple[CulpritSet | None, dict[Place, ExactToken]]:
+    """The fewest tokens that explain the spike, with their proof, and all exact shares seen on the way.
+
+    None when more than NUM_TOKENS_MAX tokens would be needed. Costs one replay a round.
+    """
+    exact = verified_top(scene, attribution)
+    bound = num_tokens_lower_bound(attribution, scene.gradient.norm, limit) if attribution.is_sound else None
+    chosen: list[Place] = []
+    current, seen = scene, attribution
+    found: CulpritSet | None = None
+    for round_number in range(NUM_ROUNDS_MAX):
+        best = exact if round_number == 0 else {}
+        picked = _pick(current, seen, limit, best, NUM_TOKENS_MAX - len(chosen))
+        if picked is None:
+            break
+        places, gap = picked
+        chosen += places
+        current = scene.under(masked(scene.coefficients, chosen))
+        holds = current.gradient.norm <= limit
+        found = CulpritSet(tuple(chosen), current.gradient, holds, bound, gap if found is None else min(gap, found.gap))
+        if holds or not current.gradient.is_finite or len(chosen) >= NUM_TOKENS_MAX:
+            break
+        seen = current.attributed()
+        if not seen.is_sound:
+            break
+    exact.update(verified(scene, [place for place in chosen if place not in exact]))
+    return (found if found is not None and found.holds else None), exact
+
+
+def _pick(
+    scene: Scene, attribution: Attribution, limit: float, known: dict[Place, ExactToken], num_max: int
+) -> tuple[list[Place], float] | None:
+    """The fewest tokens by exact share that reach the target, and the gap to the next one."""
+    target = target_share(scene.gradient.norm, limit)
+    candidates = ranked(attribution.shares, num_max + 1)
+    needed = fewest([share for _, share in candidates], target)
+    if needed is None or needed > num_max:
+        return None
+    needed = max(needed, 1)
+    unknown = [place for place, _ in candidates[: needed + 1] if place not in known]
+    exact = {**known, **verified(scene, unknown)}
+    shares = {place: exact[place].share if place in exact else share for place, share in candidates}
+    order = sorted(shares, key=lambda place: -shares[place])
+    again = fewest([shares[place] for place in order], target)
+    if again is None or again > num_max:
+        return None
+    again = max(again, 1)
+    following = shares[order[again]] if again < len(order) else 0.0
+    gap = shares[order[again - 1]] / following if following > 0 else float("inf")
+    return order[:again], gap
+
+
+def find_rows(scene: Scene, attribution: Attribution, limit: float) -> CulpritSet | None:
+    """The fewest sequences that explain the spike, with their proof; None when it takes more than a few."""
+    sums = row_shares(attribution.shares)
+    num_active = sum(1 for coefficient in scene.coefficients for row in coefficient if bool((row != 0).any()))
+    num_max = max(1, int(num_active * ROWS_FRACTION_MAX))
+    needed = fewest([share for _, share in sums], target_share(scene.gradient.norm, limit))
+    while needed is not None and max(needed, 1) <= num_max:
+        needed = max(needed, 1)
+        rows = tuple(row for row, _ in sums[:needed])
+        following = sums[needed][1] if needed < len(sums) else 0.0
+        gap = sums[needed - 1][1] / following if following > 0 else float("inf")
+        if gap < GAP:
+            return None
+        places = tuple(place for row in rows for place in places_of(scene, row))
+        without = scene.under(masked(scene.coefficients, places)).gradient
+        if without.norm <= limit:
+            bound = num_tokens_lower_bound(attribution, scene.gradient.norm, limit)
+            return CulpritSet(places, without, True, bound, gap, rows)
+        needed += 1  # the bound was necessary, not sufficient: cross terms between rows
+    return None
+
+
+def places_of(scene: Scene, row: tuple[int, int]) -> list[Place]:
+    """All tokens of (batch, row) with a coefficient."""
+    batch, index = row
+    columns = (scene.coefficients[batch][index] != 0).nonzero().squeeze(-1).tolist()
+    return [Place(batch, index, column) for column in columns]
+
+
+def is_whole_row(scene: Scene, row: tuple[int, int], shares: Sequence[Tensor]) -> bool:
+    """Whether a sequence is out of line as a whole: all its coefficients are large, or many of its shares."""
+    batch, index = row
+    own = scene.coefficients[batch][index].abs()
+    own = own[own > 0]
+    others = torch.cat(
+        [
+            coefficient.abs()[torch.arange(coefficient.shape[0]) != (index if number == batch else -1)].flatten()
+            for number, coefficient in enumerate(scene.coefficients)
+        ]
+    )
+    others = others[others > 0]
+    comparable = len(own) >= SEQUENCE_TOKENS_MIN and len(others) > 0
+    if comparable and float(own.median()) >= SEQUENCE_COEFFICIENT * float(others.median()):
+        return True
+    share_R = shares[batch][index]
+    num_large = int((share_R >= SEQUENCE_SHARE * float(share_R.max())).sum())
+    return num_large >= max(SEQUENCE_TOKENS_MIN, SEQUENCE_FRACTION * len(own))

@@ -1,0 +1,290 @@
+"""Diagnosis: from measured evidence to causes, most trustworthy first. Pure; knows no tensor.
+
+Names follow the literature on RL with verifiable rewards: token-level and sequence-level mismatch
+between training and inference (types A.1, A.2), gradients that explode in some layers only (type B).
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from gradloc.layers import block_index, block_of, kind_of
+from gradloc_proto.messages import Cause
+
+LOG_RATIO_MISMATCH = math.log(5.0)  # TokenClip's upper bound: what it would have clipped
+LOG_RATIO_CERTAIN = math.log(20.0)  # a truthful logp gets here once in twenty tokens at most
+LOG_RATIO_CALM = math.log(2.0)
+SEQUENCE_LOG_RATIO_MISMATCH = math.log(2.0)
+BIAS_LOG_RATIO = 0.1  # median over the batch: not a token, a setting (temperature, mask, positions)
+ADVANTAGE_OUTLIER = 8.0  # times the batch's median; a group of 64 cannot exceed 7.9 by normalising
+ADVANTAGE_CERTAIN = 50.0
+COEFFICIENT_OUTLIER = 10.0
+RARE_LOGP = math.log(1e-3)
+GROWTH_MATERIAL = 4.0
+HETEROGENEITY = 8.0  # weakest exploding block against the strongest calm one
+RESIDUAL_COLLAPSE = 0.1  # rms at the position against the batch's median
+UNNORMALISED = 0.5  # |c| against |advantage * ratio| per token: a mean over tokens would divide by their number
+
+
+@dataclass(frozen=True)
+class LayerGrowth:
+    """Growth of each layer key and block over its healthy norm, and which of them explode."""
+
+    by_key: dict[str, float]
+    keys_exploding: tuple[str, ...]
+    blocks_exploding: tuple[str, ...]
+    kinds_exploding: tuple[str, ...]
+    growth_exploding_min: float | None
+    growth_calm_max: float | None
+
+    @property
+    def is_heterogeneous(self) -> bool:
+        """Some transformer blocks explode while others stay calm."""
+        if self.growth_exploding_min is None or self.growth_calm_max is None:
+            return False
+        return self.growth_exploding_min >= HETEROGENEITY * self.growth_calm_max
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What was measured about the step and its leading token. None: not known."""
+
+    norm: float
+    limit: float
+    kind: str  # what the search ended with: token, sequence, batch-wide, ...
+    num_culprits: int
+    growth: LayerGrowth
+    log_ratio: float | None = None
+    sequence_log_ratio: float | None = None
+    largest_token_log_ratio_in_sequence: float | None = None
+    median_log_ratio: float | None = None
+    coefficient: float | None = None
+    median_coefficient: float | None = None
+    logp: float | None = None
+    advantage: float | None = None
+    median_advantage: float | None = None
+    coefficient_over_advantage: float | None = None
+    in_mask: bool = True
+    residual_rms_ratio: float | None = None
+    residual_block: str | None = None
+    details: dict[str, float | str | None] = field(default_factory=dict)
+
+
+def layer_growth(now: Mapping[str, float], healthy: Mapping[str, float]) -> LayerGrowth:
+    """Compare layer norms with healthy ones. Exploding: at least GROWTH_MATERIAL, and nearer (on a log scale) to the
+    worst layer than to healthy."""
+    by_key = {key: _ratio(now[key], healthy[key]) for key in now if key in healthy}
+    if not by_key:
+        return LayerGrowth({}, (), (), (), None, None)
+    blocks: dict[str, tuple[float, float]] = {}
+    for key in by_key:
+        square_now, square_healthy = blocks.get(block_of(key), (0.0, 0.0))
+        blocks[block_of(key)] = (square_now + now[key] ** 2, square_healthy + healthy[key] ** 2)
+    by_block = {name: math.sqrt(_ratio(*squares)) for name, squares in blocks.items()}
+    bar = max(GROWTH_MATERIAL, math.sqrt(max(by_block.values())))
+    exploding = [name for name, growth in by_block.items() if growth >= bar]
+    numbered = {name: growth for name, growth in by_block.items() if block_index(name) is not None}
+    hot = [growth for name, growth in numbered.items() if name in exploding]
+    calm = [growth for name, growth in numbered.items() if name not in exploding]
+    kinds = {kind_of(key) for key, growth in by_key.items() if block_of(key) in exploding and growth >= GROWTH_MATERIAL}
+    return LayerGrowth(
+        by_key=by_key,
+        keys_exploding=tuple(key for key, growth in by_key.items() if growth >= bar),
+        blocks_exploding=tuple(sorted(exploding, key=_block_order)),
+        kinds_exploding=tuple(sorted(kinds)),
+        growth_exploding_min=min(hot) if hot else None,
+        growth_calm_max=max(calm) if calm else None,
+    )
+
+
+def _ratio(now: float, healthy: float) -> float:
+    if healthy > 0:
+        return now / healthy
+    return math.inf if now > 0 else 1.0
+
+
+def _block_order(name: str) -> tuple[int, str]:
+    index = block_index(name)
+    return (-1 if name == "embedding" else 1 << 30 if index is None else index, name)
+
+
+def diagnose(evidence: Evidence) -> tuple[Cause, ...]:
+    """Causes with the numbers they rest on, high confidence first; never empty."""
+    found = [
+        cause
+        for cause in (
+            _mask_fault(evidence),
+            _layer_heterogeneity(evidence),
+            _token_mismatch(evidence),
+            _advantage_outlier(evidence),
+            _sequence_mismatch(evidence),
+            _batch_bias(evidence),
+            _unnormalised_loss(evidence),
+            _coefficient_outlier(evidence),
+            _rare_token(evidence),
+        )
+        if cause is not None
+    ]
+    order = ("high", "medium", "low")
+    found.sort(key=lambda cause: order.index(cause.confidence))
+    return tuple(found) or (_unknown(evidence),)
+
+
+def _mask_fault(evidence: Evidence) -> Cause | None:
+    if evidence.in_mask or evidence.num_culprits == 0:
+        return None
+    return Cause(
+        name="mask-fault",
+        confidence="high",
+        summary="the gradient comes through a token that the loss mask leaves out: masking happens after a product",
+        evidence={"coefficient": evidence.coefficient},
+    )
+
+
+def _is_calm(evidence: Evidence) -> bool:
+    return evidence.log_ratio is None or abs(evidence.log_ratio) <= LOG_RATIO_CALM
+
+
+def _layer_heterogeneity(evidence: Evidence) -> Cause | None:
+    growth = evidence.growth
+    if not growth.is_heterogeneous:
+        return None
+    collapsed = evidence.residual_rms_ratio is not None and evidence.residual_rms_ratio <= RESIDUAL_COLLAPSE
+    confidence = "high" if collapsed else ("medium" if _is_calm(evidence) else "low")
+    where = ", ".join(growth.blocks_exploding)
+    because = (
+        f": the residual stream nearly cancels after {evidence.residual_block} "
+        f"({evidence.residual_rms_ratio:.2g} of its usual size), and the next norm multiplies the gradient below"
+        if collapsed
+        else ""
+    )
+    return Cause(
+        name="layer-heterogeneity",
+        confidence=confidence,
+        summary=f"type B: {where} explode together while the other layers stay calm{because}"[:512],
+        evidence={
+            "growth_exploding_min": growth.growth_exploding_min,
+            "growth_calm_max": growth.growth_calm_max,
+            "residual_rms_ratio": evidence.residual_rms_ratio,
+            "residual_block": evidence.residual_block,
+            "ratio": None if evidence.log_ratio is None else _exp(evidence.log_ratio),
+        },
+    )
+
+
+def _token_mismatch(evidence: Evidence) -> Cause | None:
+    if evidence.log_ratio is None or evidence.num_culprits == 0:
+        return None
+    size = abs(evidence.log_ratio)
+    if not size >= LOG_RATIO_MISMATCH:
+        return None
+    return Cause(
+        name="token-mismatch",
+        confidence="high" if size >= LOG_RATIO_CERTAIN else "medium",
+        summary=f"type A.1: token-level train/inference mismatch (IS ratio {_exp(evidence.log_ratio):.2g})",
+        evidence={
+            "log_ratio": evidence.log_ratio,
+            "ratio": _exp(evidence.log_ratio),
+            "coefficient": evidence.coefficient,
+            "median_coefficient": evidence.median_coefficient,
+        },
+    )
+
+
+def _sequence_mismatch(evidence: Evidence) -> Cause | None:
+    total, largest = evidence.sequence_log_ratio, evidence.largest_token_log_ratio_in_sequence
+    if total is None or largest is None or evidence.num_culprits == 0:
+        return None
+    if not abs(total) >= SEQUENCE_LOG_RATIO_MISMATCH or largest >= LOG_RATIO_MISMATCH:
+        return None
+    return Cause(
+        name="sequence-mismatch",
+        confidence="medium" if evidence.kind == "sequence" else "low",
+        summary=f"type A.2: every token harmless, but their ratios add up (sequence IS ratio {_exp(total):.3g})",
+        evidence={"sequence_log_ratio": total, "ratio": _exp(total), "largest_token_log_ratio": largest},
+    )
+
+
+def _advantage_outlier(evidence: Evidence) -> Cause | None:
+    if evidence.advantage is None or not evidence.median_advantage or evidence.num_culprits == 0:
+        return None
+    times = abs(evidence.advantage) / evidence.median_advantage
+    if not times >= ADVANTAGE_OUTLIER:
+        return None
+    return Cause(
+        name="advantage-outlier",
+        confidence="high" if times >= ADVANTAGE_CERTAIN else "medium",
+        summary=f"advantage {evidence.advantage:.3g} is {times:.3g} times the batch's median: look at the reward",
+        evidence={"advantage": evidence.advantage, "median_advantage": evidence.median_advantage},
+    )
+
+
+def _batch_bias(evidence: Evidence) -> Cause | None:
+    if evidence.median_log_ratio is None or not abs(evidence.median_log_ratio) >= BIAS_LOG_RATIO:
+        return None
+    return Cause(
+        name="systematic-mismatch",
+        confidence="high" if evidence.kind == "batch-wide" else "low",
+        summary="logps of trainer and inference differ over the whole batch: temperature, mask, positions or weights",
+        evidence={"median_log_ratio": evidence.median_log_ratio},
+    )
+
+
+def _unnormalised_loss(evidence: Evidence) -> Cause | None:
+    size = evidence.coefficient_over_advantage
+    if size is None or not size >= UNNORMALISED or evidence.kind not in ("batch-wide", "accounting"):
+        return None
+    return Cause(
+        name="unnormalised-loss",
+        confidence="medium",
+        summary="each token counts by its whole advantage: the loss was not divided by the number of tokens",
+        evidence={"coefficient_over_advantage": size},
+    )
+
+
+def _coefficient_outlier(evidence: Evidence) -> Cause | None:
+    """A coefficient that neither ratio nor advantage explains: another term of the loss, such as KL."""
+    if evidence.coefficient is None or not evidence.median_coefficient or evidence.num_culprits == 0:
+        return None
+    times = abs(evidence.coefficient) / evidence.median_coefficient
+    if not times >= COEFFICIENT_OUTLIER:
+        return None
+    return Cause(
+        name="coefficient-outlier",
+        confidence="low",
+        summary=f"the token counts {times:.3g} times the batch's median in the loss",
+        evidence={"coefficient": evidence.coefficient, "median_coefficient": evidence.median_coefficient},
+    )
+
+
+def _rare_token(evidence: Evidence) -> Cause | None:
+    if evidence.logp is None or not evidence.logp <= RARE_LOGP or evidence.num_culprits == 0:
+        return None
+    return Cause(
+        name="rare-token",
+        confidence="low",
+        summary=f"the policy gives this token a probability of {math.exp(evidence.logp):.1e}: its gradient is large",
+        evidence={"logp": evidence.logp},
+    )
+
+
+def _unknown(evidence: Evidence) -> Cause:
+    summaries = {
+        "batch-wide": "no few tokens or sequences: the whole batch is larger than usual (learning rate, reward, data)",
+        "not-reproduced": "the replay is calm: hardware, nondeterminism, or a loss term that is not per token",
+        "accounting": "the replay differs from the step by one common factor: a scale in the loss or in averaging",
+        "inconclusive": "the numbers did not add up well enough to blame anyone",
+    }
+    return Cause(
+        name="unknown" if evidence.kind not in summaries else evidence.kind,
+        confidence="low" if evidence.kind not in ("accounting", "not-reproduced") else "medium",
+        summary=summaries.get(evidence.kind, "no known cause fits: ratios, advantages and layers are calm"),
+        evidence=dict(evidence.details),
+    )
+
+
+def _exp(log_value: float) -> float:
+    try:
+        return math.exp(log_value)
+    except OverflowError:
+        return math.inf

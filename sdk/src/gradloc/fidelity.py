@@ -1,0 +1,95 @@
+"""Fidelity: whether a replay gave the step that the trainer reported, and what a mismatch means.
+
+Knows no token. A mismatch may be a loss term that belongs to no token, a wrong scale, dropout,
+nondeterminism or bad hardware.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from gradloc.replay import Gradient
+from gradloc_proto.messages import Fidelity
+
+LIMIT_OVER_HEALTHY = 4.0  # as the detector's median rule, for steps that carry no limit of their own
+LIMIT_WITHOUT_BASELINE = 0.5  # of the norm itself: asks what makes up three quarters of its square
+# Provisional until a healthy reference snapshot gives a measured one (docs/design.md, "Snapshots").
+TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-6}
+TOLERANCE_LOW_PRECISION = 2e-2
+LAYER_TOLERANCE_FACTOR = 10.0  # layer norms are smaller sums: they wobble more
+LAYER_FLOOR = 1e-3  # of the whole norm: smaller layers are compared with this
+COMMON_FACTOR_SPREAD = 0.01
+SQUARES_OVERFLOW = 1.8e19  # norms above it overflow when float32 squares them
+
+
+@dataclass(frozen=True)
+class StepFacts:
+    """What the trainer and the detector said about the step. `weights`: as in a snapshot's manifest."""
+
+    step: int
+    grad_norm: float
+    layer_norms: Mapping[str, float] = field(default_factory=dict)
+    limit: float | None = None
+    healthy_norm: float | None = None
+    healthy_layer_norms: Mapping[str, float] = field(default_factory=dict)
+    weights: str = "before-update"
+
+    def limit_for(self, norm: float) -> float:
+        """The step's own limit, else one made from what is known."""
+        if self.limit is not None and self.limit > 0 and math.isfinite(self.limit):
+            return self.limit
+        if self.healthy_norm is not None and self.healthy_norm > 0:
+            return LIMIT_OVER_HEALTHY * self.healthy_norm
+        return LIMIT_WITHOUT_BASELINE * norm if math.isfinite(norm) and norm > 0 else 1.0
+
+
+def tolerance_of(grid: torch.dtype) -> float:
+    """Relative error of the norm that a replay in this number format may have."""
+    return TOLERANCE.get(grid, TOLERANCE_LOW_PRECISION)
+
+
+def fidelity_of(facts: StepFacts, gradient: Gradient, grid: torch.dtype) -> Fidelity:
+    """Replayed norms against the reported ones."""
+    tolerance = tolerance_of(grid)
+    rel_error = _error(facts.grad_norm, gradient.norm, 1e-30)
+    floor = LAYER_FLOOR * abs(facts.grad_norm)
+    layers = [_error(norm, gradient.layer_norms.get(key, 0.0), floor) for key, norm in facts.layer_norms.items()]
+    layer_error = max(layers, default=None)
+    return Fidelity(
+        reported_norm=facts.grad_norm,
+        replayed_norm=gradient.norm,
+        rel_error=rel_error,
+        layer_rel_error_max=layer_error,
+        tolerance=tolerance,
+        reproduced=rel_error <= tolerance and (layer_error or 0.0) <= LAYER_TOLERANCE_FACTOR * tolerance,
+    )
+
+
+def _error(reported: float, replayed: float, floor: float) -> float:
+    if not (math.isfinite(reported) and math.isfinite(replayed)):
+        return 0.0 if reported == replayed or (math.isnan(reported) and math.isnan(replayed)) else math.inf
+    return abs(replayed - reported) / max(abs(reported), floor) if replayed != reported else 0.0
+
+
+def refusal(facts: StepFacts, fidelity: Fidelity, gradient: Gradient, limit: float) -> str | None:
+    """Verdict that the replay's fidelity alone decides, or None."""
+    if fidelity.reproduced:
+        return None
+    if facts.grad_norm == math.inf and gradient.norm > SQUARES_OVERFLOW:
+        return "norm-overflow"
+    if facts.weights != "before-update":
+        return None  # the weights have moved since: the replay cannot match, the finding is approximate
+    if gradient.norm > 0 and _differs_by_one_factor(facts, gradient):
+        return "accounting"
+    return "not-reproduced" if gradient.norm <= limit else "inconclusive"
+
+
+def _differs_by_one_factor(facts: StepFacts, gradient: Gradient) -> bool:
+    factors = [
+        norm / gradient.layer_norms[key]
+        for key, norm in facts.layer_norms.items()
+        if gradient.layer_norms.get(key, 0.0) > LAYER_FLOOR * gradient.norm
+    ]
+    return len(factors) >= 2 and max(factors) - min(factors) <= COMMON_FACTOR_SPREAD * abs(min(factors))

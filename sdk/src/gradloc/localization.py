@@ -1,0 +1,281 @@
+"""Localization: from a step's batches and coefficients to a finding with its proof.
+
+Replay, fidelity, search, exact verification, masked replay as certificate, diagnosis. Used by the
+localizer's job on a snapshot; knows no store and no stream.
+"""
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, cast
+
+from torch import Tensor
+
+from gradloc.culprits import CulpritSet, Scene
+from gradloc.diagnosis import LayerGrowth, diagnose, layer_growth
+from gradloc.evidence import evidence_of
+from gradloc.exhibits import Exhibits, Texts, rounded, show
+from gradloc.fidelity import LIMIT_OVER_HEALTHY, StepFacts, fidelity_of, refusal, tolerance_of
+from gradloc.gradient_profile import residual_sizes
+from gradloc.nonfinite import NonFiniteSource, find_in_batch, find_in_network
+from gradloc.policy import PlacedBatch, Policy
+from gradloc.remedies import fix_for
+from gradloc.replay import Replay, coefficients_of, masked, replay
+from gradloc.search import Search, by_attribution, by_bisection
+from gradloc_proto.messages import Cause, Certificate, Cost, Culprit, Fidelity, Finding, Fix, Verdict
+
+Strategy = Literal["attribution", "bisect"]
+Progress = Callable[[str, float], None]
+NUM_NONFINITE_SHOWN = 8
+
+
+@dataclass(frozen=True)
+class _Order:
+    """What was asked for."""
+
+    policy: Policy
+    batches: Sequence[PlacedBatch]
+    facts: StepFacts
+    strategy: Strategy
+    texts: Texts | None
+    on_progress: Progress
+
+
+def localize(
+    policy: Policy,
+    batches: Sequence[PlacedBatch],
+    facts: StepFacts,
+    *,
+    strategy: Strategy = "attribution",
+    texts: Texts | None = None,
+    on_progress: Progress = lambda _stage, _fraction: None,
+    clock: Callable[[], float] = time.perf_counter,
+) -> Finding:
+    """Explain the step. `texts` gives a token id's text. Parameters are as before afterwards, bit for bit."""
+    started = clock()
+    order = _Order(policy, batches, facts, strategy, texts, on_progress)
+    coefficients = coefficients_of(batches)
+    on_progress("replaying", 0.1)
+    source = find_in_batch(batches, coefficients)
+    usable = coefficients if source is None else masked(coefficients, source.places)
+    with residual_sizes(policy.model) as sizes:
+        replayed = replay(policy, batches, usable)
+    if source is None and not replayed.gradient.is_finite:
+        on_progress("bisecting", 0.4)
+        source = find_in_network(policy, batches, coefficients)
+        if source is not None:
+            replayed = replay(policy, batches, masked(coefficients, source.places))
+    if source is not None or not replayed.gradient.is_finite:
+        finding = _explain_nonfinite(order, coefficients, source, replayed)
+    else:
+        scene = Scene(policy, batches, coefficients, replayed.gradient, replayed.logp)
+        finding = _explain(order, scene, sizes)
+    meter = policy.meter
+    cost = Cost(
+        steps=round(meter.steps, 4),
+        num_forwards=meter.num_forwards,
+        num_backwards=meter.num_backwards,
+        seconds=round(clock() - started, 4),
+    )
+    return finding.model_copy(update={"cost": cost})
+
+
+def _explain(order: _Order, scene: Scene, sizes: Sequence[Tensor]) -> Finding:
+    facts = order.facts
+    norm = scene.gradient.norm
+    limit = facts.limit_for(norm)
+    fidelity = fidelity_of(facts, scene.gradient, order.policy.grid)
+    growth = layer_growth(scene.gradient.layer_norms, facts.healthy_layer_norms)
+    refused = refusal(facts, fidelity, scene.gradient, limit)
+    if refused is None and norm <= limit and growth.keys_exploding:
+        # The whole norm is harmless, some layers are not: explain those.
+        keys = frozenset(growth.keys_exploding)
+        scene = replace(scene, gradient=scene.gradient.only(keys), focus=keys)
+        limit = LIMIT_OVER_HEALTHY * math.sqrt(sum(facts.healthy_layer_norms[key] ** 2 for key in keys))
+    elif refused is None and norm <= limit:
+        refused = "batch-wide"
+    order.on_progress("searching", 0.3)
+    if refused in ("not-reproduced", "accounting") or scene.gradient.norm == 0.0:
+        search = Search(refused or "batch-wide")
+    elif order.strategy == "bisect":
+        search = by_bisection(scene, limit)
+    else:
+        search = by_attribution(scene, limit, facts.healthy_norm)
+    if refused is not None:
+        search = replace(search, kind=refused, found=None if refused == "batch-wide" else search.found)
+    order.on_progress("diagnosing", 0.8)
+    return _finding(order, scene, limit, fidelity, growth, search, sizes)
+
+
+def _finding(
+    order: _Order,
+    scene: Scene,
+    limit: float,
+    fidelity: Fidelity,
+    growth: LayerGrowth,
+    search: Search,
+    sizes: Sequence[Tensor],
+) -> Finding:
+    facts, found = order.facts, search.found
+    if found is not None and not growth.by_key:
+        # No healthy layer norms were given: the step without its culprits is the best stand-in.
+        growth = layer_growth(scene.gradient.layer_norms, found.without.layer_norms)
+    shown = show(scene, order.texts, sizes, found, search.exact or {}, search.attribution)
+    num_culprits = 0 if found is None else len(found.rows) or len(found.places)
+    causes = diagnose(evidence_of(scene, limit, search.kind, shown, growth, num_culprits))
+    verdict = _verdict(search.kind, causes[0])
+    certificate = None if found is None else _certificate(scene.gradient.norm, limit, found, num_culprits)
+    return Finding(
+        verdict=verdict,
+        strategy=order.strategy,
+        step=facts.step,
+        summary=summary_of(verdict, shown.culprits, shown.share, certificate, fidelity),
+        culprits=shown.culprits,
+        share=shown.share,
+        checksum=None if search.attribution is None else search.attribution.checksum,
+        certificate=certificate,
+        fidelity=fidelity,
+        causes=causes,
+        fix=fix_for(causes, scene, facts.healthy_layer_norms, limit, found),
+        healthy_norm=facts.healthy_norm,
+        layer_growth={key: rounded(value) for key, value in growth.by_key.items()},
+        layers_exploding=growth.blocks_exploding,
+        module_kinds_exploding=growth.kinds_exploding,
+        profile=shown.profile,
+        sequence_view=shown.view,
+        shares_by_sequence=shown.by_sequence,
+        cost=Cost(steps=0.0),
+    )
+
+
+def _certificate(norm: float, limit: float, found: CulpritSet, num_culprits: int) -> Certificate:
+    return Certificate(
+        grad_norm=norm,
+        norm_without=found.without.norm,
+        limit=limit,
+        holds=found.holds,
+        num_culprits=num_culprits,
+        num_tokens_lower_bound=found.num_tokens_lower_bound,
+        minimal=found.is_minimal,
+    )
+
+
+def _verdict(kind: str, cause: Cause) -> Verdict:
+    """The likeliest cause may say more than what the culprit set is made of."""
+    if cause.name == "mask-fault" and kind in ("token", "sequence"):
+        return "mask"
+    if cause.name == "layer-heterogeneity" and cause.confidence != "low" and kind in ("token", "sequence"):
+        return "layer"
+    if cause.name == "unnormalised-loss":
+        return "accounting"
+    return cast(Verdict, kind)
+
+
+def _explain_nonfinite(
+    order: _Order, coefficients: Sequence[Tensor], source: NonFiniteSource | None, replayed: Replay
+) -> Finding:
+    """The culprits are the tokens that are not finite; the proof is the step without them."""
+    facts = order.facts
+    without = replayed.gradient.norm
+    known = facts.limit is not None or facts.healthy_norm is not None
+    limit = facts.limit_for(math.nan) if known or not math.isfinite(without) else without
+    exhibits = Exhibits(order.batches, coefficients, order.texts)
+    places = () if source is None else source.places
+    module = None if source is None else source.module
+    culprits = tuple(
+        exhibits.culprit(place, math.nan, None, module if index == 0 else None)
+        for index, place in enumerate(places[:NUM_NONFINITE_SHOWN])
+    )
+    certificate = Certificate(
+        grad_norm=facts.grad_norm,
+        norm_without=without,
+        limit=limit,
+        holds=math.isfinite(without) and without <= limit,
+        num_culprits=len(places),
+    )
+    # With its culprits the replay is as little finite as the step was: nothing to compare but that.
+    reproduced = not math.isfinite(facts.grad_norm)
+    fidelity = Fidelity(
+        reported_norm=facts.grad_norm,
+        replayed_norm=math.nan,
+        rel_error=0.0 if reproduced else math.inf,
+        tolerance=tolerance_of(order.policy.grid),
+        reproduced=reproduced,
+    )
+    verdict: Verdict = "inconclusive"
+    if reproduced and source is not None:
+        verdict = "mask" if source.outside_mask else "non-finite"
+    elif reproduced:
+        verdict = "non-finite"
+    proof = certificate if places else None
+    return Finding(
+        verdict=verdict,
+        strategy="bisect" if source is not None and source.what == "network" else order.strategy,
+        step=facts.step,
+        summary=summary_of(verdict, culprits, None, proof, fidelity),
+        culprits=culprits,
+        certificate=proof,
+        fidelity=fidelity,
+        causes=(_nonfinite_cause(source, culprits),),
+        fix=Fix(name="leave out the culprit tokens", norm_after=without, holds=certificate.holds) if places else None,
+        healthy_norm=facts.healthy_norm,
+        sequence_view=exhibits.view(places[0], {}) if places else None,
+        cost=Cost(steps=0.0),
+    )
+
+
+def _nonfinite_cause(source: NonFiniteSource | None, culprits: Sequence[Culprit]) -> Cause:
+    if source is None:
+        return Cause(
+            name="non-finite-weights",
+            confidence="medium",
+            summary="the gradient is not finite whichever tokens are left out: look at the weights before this step",
+        )
+    evidence: dict[str, Any] = {"num_tokens": float(len(source.places))}
+    if culprits:
+        evidence |= {"coefficient": culprits[0].coefficient, "logp": culprits[0].logp, "ratio": culprits[0].ratio}
+    if source.what == "network":
+        evidence |= {"module": source.module, "position": None if source.position is None else float(source.position)}
+        where = f"in {source.module} at position {source.position}" if source.module else "inside the network"
+        return Cause(
+            name="non-finite-network",
+            confidence="high",
+            summary=f"coefficients and log-probabilities are finite; the first value that is not arises {where}"[:512],
+            evidence=evidence,
+        )
+    if source.outside_mask:
+        return Cause(
+            name="mask-fault",
+            confidence="high",
+            summary=f"{source.what} not finite at a position that the loss mask leaves out: zero times NaN is NaN; "
+            "select with where() before the product",
+            evidence=evidence,
+        )
+    ratio = culprits[0].ratio if culprits else None
+    overflow = ratio is not None and not math.isfinite(ratio)
+    return Cause(
+        name="token-mismatch" if overflow else f"non-finite-{source.what}",
+        confidence="high",
+        summary="type A.1: the importance ratio of the token overflows"
+        if overflow
+        else f"the {source.what} of the token is not finite before any gradient is computed",
+        evidence=evidence,
+    )
+
+
+def summary_of(
+    verdict: str, found: Sequence[Culprit], share: float | None, certificate: Certificate | None, fidelity: Fidelity
+) -> str:
+    """One sentence for a log line; never a token's text."""
+    parts = [f"{verdict}: norm {fidelity.reported_norm:.4g}"]
+    if found:
+        first = found[0]
+        where = f"rank {first.rank} micro-batch {first.micro_batch} sequence {first.sequence} token {first.token}"
+        number = where if certificate is None or certificate.num_culprits == 1 else f"{where} and others"
+        parts.append(number if share is None else f"{number}, {100 * share:.1f} % of the squared norm")
+    if certificate is not None:
+        parts.append(f"norm without {certificate.norm_without:.4g} (limit {certificate.limit:.4g})")
+    if not fidelity.reproduced:
+        parts.append(f"replay {fidelity.replayed_norm:.4g} does not match")
+    return "; ".join(parts)[:512]

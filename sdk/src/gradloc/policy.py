@@ -1,0 +1,183 @@
+"""The trained policy as the localizer uses it: micro-batches in, log-probabilities out, work counted.
+
+Knows no loss and no snapshot. Shapes: B rows, T positions, R positions with a logp (the last R of T),
+V vocabulary entries.
+"""
+
+import contextlib
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from gradloc.snapshot import MicroBatch
+
+
+@dataclass(frozen=True)
+class PlacedBatch:
+    """A micro-batch and its place in the step. `grad_factor` takes its coefficients to the step's gradient."""
+
+    rank: int
+    index: int
+    batch: MicroBatch
+    grad_factor: float = 1.0
+
+    def coefficient_BR(self) -> Tensor:
+        """c_i with the rank's factor, float64 [B, R]: the step's gradient is sum_i c_i grad logp_i."""
+        return self.batch.coefficient_BR.double() * self.grad_factor
+
+
+def place(parts: Sequence[tuple[Sequence[MicroBatch], float]]) -> tuple[PlacedBatch, ...]:
+    """Flatten (micro-batches, grad_factor) of each rank. Raises ValueError for rows without a first position."""
+    placed = []
+    for rank, (batches, grad_factor) in enumerate(parts):
+        for index, batch in enumerate(batches):
+            if batch.first_position < 1:
+                raise ValueError(
+                    f"rank {rank}, micro-batch {index}: {batch.logp_BR.shape[1]} log-probabilities for "
+                    f"{batch.ids_BT.shape[1]} positions; expected at most one less, for nothing predicts the first"
+                )
+            placed.append(PlacedBatch(rank, index, batch, grad_factor))
+    return tuple(placed)
+
+
+@dataclass
+class Meter:
+    """Work done, in tokens. One step is forward (1/3) and backward (2/3) of `num_tokens_step` tokens."""
+
+    num_tokens_step: int
+    num_tokens_forward: int = 0
+    num_tokens_backward: int = 0
+    num_forwards: int = 0
+    num_backwards: int = 0
+
+    @property
+    def steps(self) -> float:
+        if self.num_tokens_step == 0:
+            return 0.0
+        return (self.num_tokens_forward + 2 * self.num_tokens_backward) / (3 * self.num_tokens_step)
+
+
+class Policy:
+    """A causal language model whose call returns logits (Hugging Face's, or any with the same call).
+
+    The model is put into eval mode: dropout is not replayed. `autocast_dtype` is the trainer's.
+    """
+
+    def __init__(self, model: nn.Module, meter: Meter, *, autocast_dtype: torch.dtype | None = None) -> None:
+        self.model = model.eval()
+        self.meter = meter
+        self.autocast_dtype = autocast_dtype
+        self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        if not self.parameters:
+            raise ValueError("the model has no trainable parameter; nothing to localize")
+        accepted = inspect.signature(model.forward).parameters
+        takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in accepted.values())
+        self._takes = {
+            name
+            for name in ("attention_mask", "position_ids", "use_cache", "logits_to_keep")
+            if name in accepted or (takes_all and name in ("attention_mask", "position_ids"))
+        }
+
+    @property
+    def device(self) -> torch.device:
+        return next(iter(self.parameters.values())).device
+
+    @property
+    def grid(self) -> torch.dtype:
+        """Number format that the forward pass reads parameters in."""
+        dtype = next(iter(self.parameters.values())).dtype
+        return dtype if self.autocast_dtype is None else self.autocast_dtype
+
+    def log_probs(self, batch: MicroBatch, *, instead: Mapping[str, Tensor] | None = None) -> Tensor:
+        """Log-probability of the last R ids of each row, float32 or wider [B, R].
+
+        `instead` stands in for parameters by name, such as dual numbers for a directional derivative.
+        """
+        num_positions = batch.logp_BR.shape[1]
+        ids_BT = batch.ids_BT.to(self.device)
+        inputs: dict[str, Any] = {"input_ids": ids_BT}
+        if batch.attention_mask_BT is not None and "attention_mask" in self._takes:
+            inputs["attention_mask"] = batch.attention_mask_BT.to(self.device).long()
+        if batch.position_ids_BT is not None and "position_ids" in self._takes:
+            inputs["position_ids"] = batch.position_ids_BT.to(self.device)
+        if "use_cache" in self._takes:
+            inputs["use_cache"] = False
+        if "logits_to_keep" in self._takes:
+            inputs["logits_to_keep"] = num_positions + 1
+        # A fresh autocast region per call: a cached cast would hide a moved parameter.
+        with self._autocast():
+            output = self.model(**inputs) if instead is None else functional_call(self.model, instead, (), inputs)
+            logits = output if isinstance(output, Tensor) else output.logits
+        logits_BRV = logits[:, -num_positions - 1 : -1]
+        logits_BRV = logits_BRV.to(torch.promote_types(logits_BRV.dtype, torch.float32)) / batch.temperature
+        targets_BR = ids_BT[:, -num_positions:]
+        self.meter.num_tokens_forward += ids_BT.numel()
+        self.meter.num_forwards += 1
+        return torch.log_softmax(logits_BRV, dim=-1).gather(-1, targets_BR.unsqueeze(-1)).squeeze(-1)
+
+    def backward(
+        self, logp_BR: Tensor, coefficient_BR: Tensor, *, num_tokens: int, keep_graph: bool = False
+    ) -> tuple[Tensor | None, ...]:
+        """Gradients of sum(c * logp), parameter by parameter; None where a parameter has no part in it."""
+        self.meter.num_tokens_backward += num_tokens
+        self.meter.num_backwards += 1
+        gradients: tuple[Tensor | None, ...] = torch.autograd.grad(
+            logp_BR,
+            list(self.parameters.values()),
+            grad_outputs=coefficient_BR.to(device=logp_BR.device, dtype=logp_BR.dtype),
+            allow_unused=True,
+            retain_graph=keep_graph,
+        )
+        return gradients
+
+    @contextlib.contextmanager
+    def _autocast(self) -> Iterator[None]:
+        if self.autocast_dtype is None:
+            yield
+        else:
+            with torch.autocast(self.device.type, dtype=self.autocast_dtype):
+                yield
+
+
+def cut(batch: MicroBatch, rows: Tensor, end: int) -> MicroBatch:
+    """The given rows, and only their positions before `end` (exclusive, counted over the whole row).
+
+    Causal models give the same log-probabilities for what is left.
+    """
+    num_kept = end - batch.first_position
+    changed: dict[str, Any] = {}
+    for field in fields(MicroBatch):
+        value = getattr(batch, field.name)
+        if isinstance(value, Tensor):
+            changed[field.name] = value[rows][:, : end if field.name.endswith("_BT") else num_kept]
+    if batch.uids:
+        changed["uids"] = tuple(batch.uids[row] for row in rows.tolist() if row < len(batch.uids))
+    return replace(batch, **changed)
+
+
+@dataclass(frozen=True)
+class ActivePart:
+    """The rows and columns of a micro-batch that a set of coefficients touches."""
+
+    batch: MicroBatch
+    rows: Tensor  # int64 [b]
+    num_columns: int
+
+    @property
+    def num_tokens(self) -> int:
+        return self.batch.ids_BT.numel()
+
+
+def active_part(batch: MicroBatch, coefficient_BR: Tensor) -> ActivePart | None:
+    """What has to be computed for these coefficients: rows with one that is not zero, up to the last of them."""
+    touched_BR = coefficient_BR != 0  # NaN counts: it is not zero
+    if not bool(touched_BR.any()):
+        return None
+    rows = touched_BR.any(dim=1).nonzero().squeeze(-1)
+    num_columns = int(touched_BR.any(dim=0).nonzero().max()) + 1
+    return ActivePart(cut(batch, rows, batch.first_position + num_columns), rows, num_columns)

@@ -1,0 +1,115 @@
+"""Replay: recomputing the step's gradient from its batch and coefficients, whole or with some changed.
+
+g = sum_i c_i grad logp_i over all ranks and micro-batches, by backward of sum(c * logp). A NaN
+coefficient makes the gradient NaN, as it did in training. Knows no culprit and no limit.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gradloc.layers import layer_key
+from gradloc.policy import PlacedBatch, Policy, active_part
+
+
+@dataclass(frozen=True)
+class Gradient:
+    """A gradient by parameter name, its norm, and norms by layer key (both accumulated in float64)."""
+
+    tensors: dict[str, Tensor]
+    norm: float
+    layer_norms: dict[str, float]
+
+    @property
+    def is_finite(self) -> bool:
+        return math.isfinite(self.norm)
+
+    def only(self, keys: frozenset[str]) -> "Gradient":
+        """The part of the gradient that lies in these layer keys; zero elsewhere."""
+        return gradient_of(
+            {
+                name: tensor if layer_key(name) in keys else torch.zeros_like(tensor)
+                for name, tensor in self.tensors.items()
+            }
+        )
+
+    def dot(self, other: Sequence[Tensor | None]) -> float:
+        """Inner product with gradients in the order of `tensors`, in float64."""
+        total = 0.0
+        for mine, theirs in zip(self.tensors.values(), other, strict=True):
+            if theirs is not None:
+                total += float((mine.double() * theirs.double()).sum())
+        return total
+
+
+@dataclass(frozen=True)
+class Replay:
+    """A replayed gradient, and the logp of what was computed on the way.
+
+    logp: one [B, R] float64 tensor a batch, NaN where nothing had to be computed.
+    """
+
+    gradient: Gradient
+    logp: tuple[Tensor, ...]
+
+
+def coefficients_of(batches: Sequence[PlacedBatch]) -> list[Tensor]:
+    """One float64 [B, R] tensor a batch, ranks' factors applied."""
+    return [placed.coefficient_BR() for placed in batches]
+
+
+def replay(policy: Policy, batches: Sequence[PlacedBatch], coefficients: Sequence[Tensor]) -> Replay:
+    """Gradient of sum(c * logp) under these coefficients (as from `coefficients_of`, changed or not)."""
+    sums: list[Tensor | None] = [None] * len(policy.parameters)
+    logp = []
+    for placed, coefficient_BR in zip(batches, coefficients, strict=True):
+        logp_BR = torch.full(coefficient_BR.shape, math.nan, dtype=torch.float64)
+        part = active_part(placed.batch, coefficient_BR)
+        if part is not None:
+            computed_BR = policy.log_probs(part.batch)
+            gradients = policy.backward(
+                computed_BR, coefficient_BR[part.rows, : part.num_columns], num_tokens=part.num_tokens
+            )
+            _add(sums, gradients)
+            logp_BR[part.rows, : part.num_columns] = computed_BR.detach().double().cpu()
+        logp.append(logp_BR)
+    tensors = {
+        name: torch.zeros_like(parameter, requires_grad=False) if total is None else total
+        for (name, parameter), total in zip(policy.parameters.items(), sums, strict=True)
+    }
+    return Replay(gradient_of(tensors), tuple(logp))
+
+
+def gradient_of(tensors: dict[str, Tensor]) -> Gradient:
+    """Norms of a gradient given by parameter name."""
+    squares: dict[str, float] = {}
+    for name, tensor in tensors.items():
+        square = float(torch.linalg.vector_norm(tensor, dtype=torch.float64)) ** 2
+        key = layer_key(name)
+        squares[key] = squares.get(key, 0.0) + square
+    return Gradient(
+        tensors=tensors,
+        norm=math.sqrt(sum(squares.values())),
+        layer_norms={key: math.sqrt(square) for key, square in squares.items()},
+    )
+
+
+def masked(coefficients: Sequence[Tensor], places: Sequence[tuple[int, int, int]]) -> list[Tensor]:
+    """Coefficients with those at (batch, row, column) set to zero."""
+    changed = [coefficient.clone() for coefficient in coefficients]
+    for batch, row, column in places:
+        changed[batch][row, column] = 0.0
+    return changed
+
+
+def _add(sums: list[Tensor | None], gradients: Sequence[Tensor | None]) -> None:
+    for index, gradient in enumerate(gradients):
+        if gradient is None:
+            continue
+        # Micro-batches add up in float32 at least, whatever the parameters' format.
+        wide = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
+        total = sums[index]
+        sums[index] = wide if total is None else total.add_(wide)
