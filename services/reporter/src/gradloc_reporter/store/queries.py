@@ -104,6 +104,16 @@ class Queries:
         )
         return tuple(_event_answer(row) for row in session.scalars(query))
 
+    def run_spikes(self, session: Session, run_id: str) -> list[tuple[str, Spike]]:
+        """The newest spikes of a run, each with its incident."""
+        query = (
+            select(SpikeRow)
+            .where(SpikeRow.run_id == run_id)
+            .order_by(SpikeRow.attempt.desc(), SpikeRow.step.desc())
+            .limit(SPIKES_TOLD_MAX)
+        )
+        return [(row.incident_id, Spike.model_validate_json(row.spike_json)) for row in session.scalars(query)]
+
     # --- incidents -----------------------------------------------------------------------------
 
     def incidents(

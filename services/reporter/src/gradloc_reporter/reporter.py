@@ -1,0 +1,191 @@
+"""The reporter as a library: wires database, consumer, Slack and HTTP together, and starts them.
+
+    with Reporter(bus, Settings(database="sqlite:///f.sqlite", port=0)) as reporter:
+        ...  # reporter.url answers
+
+Owns the threads (consumer, Slack, HTTP) and nothing else: signals and exit codes are `command`'s.
+"""
+
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import Self
+from urllib.parse import quote
+
+import uvicorn
+from sqlalchemy.exc import DBAPIError
+
+from gradloc_proto.bus import Bus
+from gradloc_reporter.consumer import Consumer
+from gradloc_reporter.metrics import ReporterMetrics
+from gradloc_reporter.settings import Settings
+from gradloc_reporter.slack.announcer import Announcer
+from gradloc_reporter.slack.client import SlackChannel, SlackWebhook
+from gradloc_reporter.store.engine import Database
+from gradloc_reporter.store.queries import Queries
+from gradloc_reporter.web.application import application
+from gradloc_reporter.web.backend import Backend
+
+log = logging.getLogger(__name__)
+
+START_S = 15.0  # uvicorn listens within a second; more means that something is wrong
+STOP_S = 10.0  # each thread ends after its present call
+READY_LAG_S = 60.0  # a reporter that has not read for this long is not ready: the promised minute
+
+
+class AddressTaken(ValueError):
+    """Host and port cannot be listened on; the text says what to do."""
+
+
+class Reporter:
+    """Raises DatabaseUnusable, AddressTaken or ValueError when it cannot be made."""
+
+    def __init__(self, bus: Bus, settings: Settings, *, clock: Callable[[], float] = time.time) -> None:
+        self._socket = _listen(settings.host, settings.port)
+        try:
+            self._database = Database(settings.database)
+        except ValueError:
+            self._socket.close()
+            raise
+        host = f"[{settings.host}]" if ":" in settings.host else settings.host
+        self.url = f"http://{host}:{self._socket.getsockname()[1]}"
+        self._public_url = (settings.public_url or self.url).rstrip("/")
+        queries = Queries(page_url=self._page_url, hide_text=settings.redact_tokens)
+        self._consumer = Consumer(bus, self._database, on_commit=self._notice)
+        self._announcer = _announcer(self._database, queries, settings, clock)
+        self._metrics = ReporterMetrics(
+            self._database,
+            self._consumer.consumption,
+            clock=clock,
+            slack_counts=lambda: {} if self._announcer is None else self._announcer.counts(),
+        )
+        self._started_at = time.monotonic()
+        backend = Backend(
+            database=self._database,
+            bus=bus,
+            queries=queries,
+            clock=clock,
+            trouble=self.trouble,
+            metrics=self._metrics.exposition,
+            on_change=self._notice,
+        )
+        self._server = uvicorn.Server(
+            uvicorn.Config(
+                application(backend),
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                lifespan="off",
+                timeout_graceful_shutdown=3,
+            )
+        )
+        self._failed = threading.Event()
+        self._threads: list[threading.Thread] = []
+
+    def start(self) -> Self:
+        """Start all threads; returns when HTTP answers."""
+        self._spawn("http", lambda: self._server.run(sockets=[self._socket]))
+        self._spawn("consumer", self._consumer.run)
+        if self._announcer is not None:
+            self._spawn("slack", self._announcer.run)
+        deadline = time.monotonic() + START_S
+        while not self._server.started and not self._failed.is_set() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        if not self._server.started:
+            self.stop()
+            raise RuntimeError(f"the reporter's HTTP server did not start on {self.url} within {START_S:g} s")
+        return self
+
+    def stop(self) -> None:
+        """End all threads after their present work; idempotent."""
+        self._consumer.stop()
+        if self._announcer is not None:
+            self._announcer.stop()
+        self._server.should_exit = True
+        for thread in self._threads:
+            thread.join(STOP_S)
+        self._threads = []
+        self._socket.close()
+        self._database.close()
+
+    def wait_failed(self, timeout_s: float) -> bool:
+        """True as soon as one of the threads has ended by an error (it is in the log)."""
+        return self._failed.wait(timeout_s)
+
+    def trouble(self) -> str | None:
+        """Why the reporter is not ready, in one line; None when it is."""
+        if self._failed.is_set():
+            return "a part of the reporter has failed"
+        try:
+            self._database.ping()
+        except DBAPIError:
+            return "the database does not answer"
+        if not self._consumer.consumption.bus_answers:
+            return "Redis does not answer"
+        caught_up_at = self._consumer.consumption.caught_up_at
+        lag_s = time.monotonic() - (self._started_at if caught_up_at is None else caught_up_at)
+        return f"the streams were last read whole {lag_s:.0f} s ago" if lag_s > READY_LAG_S else None
+
+    def _page_url(self, incident_id: str) -> str:
+        return f"{self._public_url}/incidents/{quote(incident_id, safe='')}"
+
+    def _notice(self) -> None:
+        if self._announcer is not None:
+            self._announcer.notice()
+
+    def _spawn(self, name: str, work: Callable[[], None]) -> None:
+        def watched() -> None:
+            try:
+                work()
+            except Exception:
+                log.exception("the reporter's %s thread failed", name)
+                self._failed.set()
+
+        thread = threading.Thread(target=watched, name=f"gradloc-reporter-{name}", daemon=True)
+        thread.start()
+        self._threads.append(thread)
+
+    def __enter__(self) -> Self:
+        return self.start()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.stop()
+
+
+def _announcer(
+    database: Database, queries: Queries, settings: Settings, clock: Callable[[], float]
+) -> Announcer | None:
+    slack = settings.slack
+    if slack is None:
+        return None
+    door: SlackChannel | SlackWebhook
+    if slack.channel is not None:
+        assert slack.token is not None, "checked by Settings"
+        door = SlackChannel(token=slack.token, channel=slack.channel, base_url=slack.base_url)
+    else:
+        assert slack.webhook is not None, "checked by Settings"
+        door = SlackWebhook(slack.webhook)
+    return Announcer(database, queries, door, clock=clock, interval_s=slack.interval_s)
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listener = socket.socket(family, kind, protocol)
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(address)
+            listener.listen(128)
+        except OSError:
+            listener.close()
+            raise
+    except OSError as error:
+        raise AddressTaken(
+            f"cannot listen on {host}:{port}: {error.strerror or error}; choose another --host or --port"
+        ) from None
+    return listener

@@ -1,0 +1,200 @@
+"""Tells Slack of incidents, one message each, beside the consumer and never in its way.
+
+    due incidents -> intend (committed) -> post -> told (committed); afterwards edits in place
+
+A crash between post and told leaves an intention; the next start looks for the message by its
+metadata in the channel's history, adopts it and removes doubles, so that exactly one survives. A
+webhook cannot look or edit: it posts at opening and at finding, at least once.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+
+from sqlalchemy.exc import DBAPIError
+
+from gradloc_reporter.slack.blocks import blocks_of, text_of
+from gradloc_reporter.slack.client import (
+    SlackChannel,
+    SlackMessage,
+    SlackMessageGone,
+    SlackMessageRefused,
+    SlackRateLimited,
+    SlackRefused,
+    SlackUnreachable,
+    SlackWebhook,
+)
+from gradloc_reporter.store import slack_messages as ledger
+from gradloc_reporter.store.engine import Database
+from gradloc_reporter.store.queries import Queries
+from gradloc_reporter.text import tell
+
+log = logging.getLogger(__name__)
+
+BATCH_MAX = 20  # incidents looked up at once; newer states of the same incident replace older ones
+LOOK_S = 5.0  # looks for work this often even when nobody says that there is some
+REFUSED_WAIT_S = 60.0
+BACKOFF_MIN_S, BACKOFF_MAX_S = 1.0, 60.0
+CLOCK_SKEW_S = 600.0  # Slack's clock may differ from ours: history is searched from this much before
+WEBHOOK = "webhook"
+
+
+class Announcer:
+    """`run` until `stop`; `notice` says that something may have changed."""
+
+    def __init__(
+        self,
+        database: Database,
+        queries: Queries,
+        door: SlackChannel | SlackWebhook,
+        *,
+        clock: Callable[[], float],
+        interval_s: float = 1.05,  # Slack allows about one message a second and channel
+    ) -> None:
+        self._database = database
+        self._queries = queries
+        self._door = door
+        self._clock = clock
+        self._interval_s = interval_s
+        self._news = threading.Event()
+        self._stopping = threading.Event()
+        self._called_at = -interval_s
+        self._complained: str | None = None
+
+    @property
+    def channel(self) -> str:
+        return self._door.channel if isinstance(self._door, SlackChannel) else WEBHOOK
+
+    def counts(self) -> dict[str, int]:
+        return dict(self._door.counts)
+
+    def notice(self) -> None:
+        self._news.set()
+
+    def stop(self) -> None:
+        self._stopping.set()
+        self._news.set()
+
+    def run(self) -> None:
+        backoff_s = 0.0
+        while not self._stopping.is_set():
+            self._news.clear()
+            try:
+                busy = self.announce_once()
+            except SlackRateLimited as error:
+                self._stopping.wait(error.retry_after_s)
+            except SlackRefused as error:
+                self._complain(f"Slack refuses: {error}")
+                self._stopping.wait(REFUSED_WAIT_S)
+            except (SlackUnreachable, DBAPIError) as error:
+                reason = str(error) if isinstance(error, SlackUnreachable) else "the database does not answer"
+                self._complain(f"Slack was not told: {reason}; trying again")
+                backoff_s = min(max(2 * backoff_s, BACKOFF_MIN_S), BACKOFF_MAX_S)
+                self._stopping.wait(backoff_s)
+            else:
+                backoff_s = 0.0
+                self._complained = None
+                if not busy:
+                    self._news.wait(LOOK_S)
+
+    def _complain(self, text: str) -> None:
+        if text != self._complained:
+            log.warning(text)
+        self._complained = text
+
+    def announce_once(self) -> bool:
+        """Tell everything that is due now; says whether there was anything to do."""
+        with self._database.reading() as session:
+            batch = ledger.due(session, channel=self.channel, now=self._clock(), limit=BATCH_MAX)
+        for item in batch:
+            if self._stopping.is_set():
+                return False
+            try:
+                self._tell(item)
+            except SlackMessageRefused as error:
+                log.error("Slack does not take the message of incident %s: %s", item.incident_id, error)
+                with self._database.writing() as session:
+                    ledger.gone(session, item.incident_id)
+        return bool(batch)
+
+    def _tell(self, due: ledger.Due) -> None:
+        if isinstance(self._door, SlackChannel):
+            self._tell_channel(self._door, due)
+        else:
+            self._tell_webhook(self._door, due)
+
+    def _tell_channel(self, door: SlackChannel, due: ledger.Due) -> None:
+        if due.state == "posted" and due.slack_ts is not None:
+            self._edit(door, due, due.slack_ts)
+            return
+        if due.state is None:
+            with self._database.writing() as session:
+                ledger.intend(session, due.incident_id, channel=door.channel, now=self._clock())
+        else:
+            known = self._reconcile(door, due)
+            if known is not None:
+                self._edit(door, due, known)
+                return
+        message, _ = self._message(due)
+        self._pace()
+        ts = door.post(due.incident_id, message)
+        with self._database.writing() as session:
+            ledger.told(session, due.incident_id, slack_ts=ts, revision=due.revision, status=due.status)
+
+    def _reconcile(self, door: SlackChannel, due: ledger.Due) -> str | None:
+        """The message of an earlier try, if there is one; doubles are removed."""
+        assert due.intended_at is not None
+        self._pace()
+        try:
+            found = door.find(due.incident_id, oldest=due.intended_at - CLOCK_SKEW_S)
+        except SlackRefused as error:  # at least once: rather a second message than none
+            self._complain(f"Slack's history cannot be read, a message may come twice: {error}")
+            return None
+        for double in found[1:]:
+            self._pace()
+            try:
+                door.delete(double)
+            except SlackMessageGone:
+                log.info("a doubled Slack message was gone already")
+        return found[0] if found else None
+
+    def _edit(self, door: SlackChannel, due: ledger.Due, ts: str) -> None:
+        message, _ = self._message(due)
+        self._pace()
+        try:
+            door.update(due.incident_id, ts, message)
+        except SlackMessageGone:
+            log.info("the Slack message of incident %s was deleted; saying no more of it", due.incident_id)
+            with self._database.writing() as session:
+                ledger.gone(session, due.incident_id)
+            return
+        with self._database.writing() as session:
+            ledger.told(session, due.incident_id, slack_ts=ts, revision=due.revision, status=due.status)
+
+    def _tell_webhook(self, door: SlackWebhook, due: ledger.Due) -> None:
+        message, located = self._message(due)
+        told = "located" if located else "opened"
+        if due.state is None:
+            with self._database.writing() as session:
+                ledger.intend(session, due.incident_id, channel=WEBHOOK, now=self._clock())
+        if due.state != "posted" or told != due.told_status:
+            self._pace()
+            door.post(message)
+        with self._database.writing() as session:
+            ledger.told(session, due.incident_id, slack_ts=None, revision=due.revision, status=told)
+
+    def _message(self, due: ledger.Due) -> tuple[SlackMessage, bool]:
+        """What to say now, and whether the culprit is known. May be newer than `due`: that costs one more edit."""
+        with self._database.reading() as session:
+            story = self._queries.story(session, due.incident_id)
+        assert story is not None, "incidents are never deleted"
+        telling = tell(story)
+        return SlackMessage(text_of(telling), blocks_of(telling)), story.finding is not None
+
+    def _pace(self) -> None:
+        """Wait until the channel takes another call."""
+        wait_s = self._called_at + self._interval_s - time.monotonic()
+        if wait_s > 0:
+            self._stopping.wait(wait_s)
+        self._called_at = time.monotonic()

@@ -1,0 +1,1 @@
+"""HTTP: REST, pages, health. The only door to FastAPI and Jinja2."""
