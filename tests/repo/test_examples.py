@@ -1,0 +1,64 @@
+"""Examples and benchmarks run as they stand, and their output is what it says."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+BENCHMARKS = sorted(path.name for path in (REPOSITORY / "benchmarks").glob("*.py"))
+
+
+def run(repository: Path, *arguments: str):
+    return subprocess.run(
+        [sys.executable, "-W", "error", *arguments],
+        cwd=repository,
+        env={**os.environ, "GRADLOC_STRICT": "1", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+
+
+def test_the_plain_loop_trains_to_its_last_step(repository: Path, tmp_path: Path):
+    result = run(repository, "examples/plain_loop.py", "--steps", "30", "--store", tmp_path.as_uri())
+    assert result.returncode == 0, result.stderr
+    assert "30 steps" in result.stdout
+
+
+def test_the_plain_loop_trains_on_where_no_redis_answers(repository: Path):
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    environment.pop("GRADLOC_STRICT", None)
+    result = subprocess.run(
+        [sys.executable, "examples/plain_loop.py", "--steps", "5", "--redis", "redis://127.0.0.1:1/0"],
+        cwd=repository,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    assert "5 steps" in result.stdout
+
+
+@pytest.mark.parametrize("name", BENCHMARKS)
+def test_every_benchmark_says_its_claim_and_speaks_json(name: str, repository: Path):
+    result = run(repository, f"benchmarks/{name}", "--help")
+    assert result.returncode == 0, result.stderr
+    assert "Claim:" in result.stdout
+    assert "--json" in result.stdout
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["bus_throughput.py", "judging_cost.py"])
+def test_a_benchmark_prints_one_json_object_a_line(name: str, repository: Path):
+    result = run(repository, f"benchmarks/{name}", "--json")
+    assert result.returncode == 0, result.stderr
+    rows = [json.loads(line) for line in result.stdout.splitlines()]
+    assert rows
+    assert {row["benchmark"] for row in rows} == {name.removesuffix(".py")}
