@@ -115,6 +115,12 @@ def redis_server(request: pytest.FixtureRequest, redis_servers: Callable[[str], 
     return redis_servers(request.param)
 
 
+@pytest.fixture(scope="session")
+def redis_url(redis_servers: Callable[[str], RedisServer]) -> str:
+    """Any one of them, for tests that need only one."""
+    return redis_servers(next(iter(BINARIES))).url
+
+
 @pytest.fixture(params=BINARIES)
 def own_server(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[RedisServer]:
     """A server, not yet started, for a test that kills or restarts it."""
