@@ -11,6 +11,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
 from gradloc.fidelity import StepFacts
 from gradloc.layers import layer_key
 from gradloc.policy import Meter, PlacedBatch, Policy, place
@@ -24,8 +27,6 @@ from gradloc.snapshot import (
     write_weights,
 )
 from gradloc.store import Store
-from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM
 
 VOCABULARY = 48
 

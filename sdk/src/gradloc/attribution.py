@@ -11,6 +11,7 @@ Knows no limit and no culprit. Shapes: B rows, R positions with a logp.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -92,6 +93,9 @@ def _exactly(
     tolerance: float,
 ) -> Attribution | None:
     """Shares by forward-mode differentiation: no eps, about three forwards; None where an operation lacks that mode."""
+    # torch ships these two without types.
+    make_dual: Any = forward_ad.make_dual
+    unpack_dual: Any = forward_ad.unpack_dual
     shares = []
     try:
         for placed, coefficient_BR in zip(batches, coefficients, strict=True):
@@ -101,10 +105,10 @@ def _exactly(
                 # Only the plain attention kernel has forward-mode derivatives.
                 with torch.no_grad(), forward_ad.dual_level(), sdpa_kernel(SDPBackend.MATH):
                     dual = {
-                        name: forward_ad.make_dual(parameter, gradient.tensors[name].to(parameter) / gradient.norm)
+                        name: make_dual(parameter, gradient.tensors[name].to(parameter) / gradient.norm)
                         for name, parameter in policy.parameters.items()
                     }
-                    tangent_BR = forward_ad.unpack_dual(policy.log_probs(part.batch, instead=dual)).tangent
+                    tangent_BR = unpack_dual(policy.log_probs(part.batch, instead=dual)).tangent
                 derivative_BR = torch.zeros(()) if tangent_BR is None else tangent_BR.double().cpu()
                 own_BR = coefficient_BR[part.rows, : part.num_columns]
                 share_BR[part.rows, : part.num_columns] = own_BR * derivative_BR / gradient.norm

@@ -120,11 +120,13 @@ def diagnose(evidence: Evidence) -> tuple[Cause, ...]:
             _sequence_mismatch(evidence),
             _batch_bias(evidence),
             _unnormalised_loss(evidence),
-            _coefficient_outlier(evidence),
             _rare_token(evidence),
         )
         if cause is not None
     ]
+    if all(cause.confidence == "low" for cause in found):
+        outlier = _coefficient_outlier(evidence)
+        found = found if outlier is None else [outlier, *found]
     order = ("high", "medium", "low")
     found.sort(key=lambda cause: order.index(cause.confidence))
     return tuple(found) or (_unknown(evidence),)

@@ -23,6 +23,7 @@ NUM_CULPRITS_MAX = 8
 NUM_SUSPECTS = 3  # shown where no set explains the spike
 WINDOW_POSITIONS = 256  # of a sequence shown around its culprit
 SHARES_BY_SEQUENCE_MAX = 512
+PROFILE_VALUES_MAX = 40_000  # about 400 kB of a message
 _TEXT_LENGTH_MAX = 64
 
 Texts = Callable[[int], str]
@@ -209,7 +210,7 @@ def _read_profile(
     if len(rms_K) and len(rms_K) == len(median_K):
         ratios = rms_K / median_K
         block, ratio = f"layers.{int(ratios.argmin())}", float(ratios.min())
-    first, end = window(position, profile.share_LT.shape[1])
+    first, end = window(position, profile.share_LT.shape[1], PROFILE_VALUES_MAX // max(1, len(profile.layers)))
     shown = Profile(
         layers=profile.layers,
         first_position=first,
@@ -239,10 +240,11 @@ def value_at(tensor: Tensor | None, place: Place) -> float | None:
     return None if tensor is None else float(tensor[place.row, place.column])
 
 
-def window(centre: int, length: int) -> tuple[int, int]:
-    """First and end of at most WINDOW_POSITIONS positions around `centre`."""
-    first = max(0, min(centre - WINDOW_POSITIONS // 2, length - WINDOW_POSITIONS))
-    return first, min(length, first + WINDOW_POSITIONS)
+def window(centre: int, length: int, width: int = WINDOW_POSITIONS) -> tuple[int, int]:
+    """First and end of at most `width` (and WINDOW_POSITIONS) positions around `centre`."""
+    width = max(1, min(width, WINDOW_POSITIONS))
+    first = max(0, min(centre - width // 2, length - width))
+    return first, min(length, first + width)
 
 
 def rounded(value: float) -> float:

@@ -111,7 +111,7 @@ class Policy:
             inputs["logits_to_keep"] = num_positions + 1
         # A fresh autocast region per call: a cached cast would hide a moved parameter.
         with self._autocast():
-            output = self.model(**inputs) if instead is None else functional_call(self.model, instead, (), inputs)
+            output = self.model(**inputs) if instead is None else functional_call(self.model, dict(instead), (), inputs)
             logits = output if isinstance(output, Tensor) else output.logits
         logits_BRV = logits[:, -num_positions - 1 : -1]
         logits_BRV = logits_BRV.to(torch.promote_types(logits_BRV.dtype, torch.float32)) / batch.temperature

@@ -1,0 +1,80 @@
+"""`gradloc localize SNAPSHOT`: explain a saved step on this machine, without Redis or Ray."""
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+
+import click
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn
+
+from gradloc_localizer.report import report
+
+EXIT_REJECTED = 2
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.argument("snapshot")
+@click.option(
+    "--strategy",
+    type=click.Choice(["attribution", "bisect"]),
+    default="attribution",
+    show_default=True,
+    help="attribution: all shares from two forward passes; bisect: the published search.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print the finding as one line of JSON.")
+@click.option(
+    "--limit", type=click.FloatRange(min=0, min_open=True), help="Norm to explain; the snapshot's own if not given."
+)
+@click.option(
+    "--allow-factory",
+    "factories",
+    multiple=True,
+    metavar="MODULE:FUNCTION",
+    help="Allow the snapshot to build its model with this function of an installed module.",
+)
+@click.option("--device", default="auto", show_default=True, help="cpu, cuda, cuda:0 or auto.")
+@click.option("--threads", type=click.IntRange(min=1), default=2, show_default=True, help="Threads of torch.")
+def localize(
+    snapshot: str,
+    strategy: str,
+    as_json: bool,
+    limit: float | None,
+    factories: tuple[str, ...],
+    device: str,
+    threads: int,
+) -> None:
+    """Explain the step in SNAPSHOT (a folder or URL such as STORE/RUN/ATTEMPT/STEP): which tokens made its
+    gradient norm, with proof, cause and fix."""
+    try:
+        with _progress(quiet=as_json) as on_progress:
+            # torch takes a second that `gradloc localize --help` should not wait for.
+            from gradloc_localizer.driver import Options, explain
+
+            options = Options(
+                strategy="bisect" if strategy == "bisect" else "attribution",
+                limit=limit,
+                allowed_factories=factories,
+                device=device,
+                num_threads=threads,
+            )
+            _manifest, finding = explain(snapshot, options, on_progress)
+    except (ValueError, OSError) as error:
+        line = str(error).split("\n", maxsplit=1)[0]
+        click.echo(f"gradloc localize: {line}", err=True)
+        sys.exit(EXIT_REJECTED)
+    if as_json:
+        click.echo(finding.model_dump_json())
+    else:
+        Console().print(report(finding))
+
+
+@contextlib.contextmanager
+def _progress(*, quiet: bool) -> Iterator[Callable[[str, float], None]]:
+    console = Console(stderr=True)
+    if quiet or not console.is_terminal:
+        yield lambda _stage, _fraction: None
+        return
+    with Progress(TextColumn("{task.description:>12}"), BarColumn(), console=console, transient=True) as bar:
+        task = bar.add_task("starting", total=1.0)
+        yield lambda stage, fraction: bar.update(task, description=stage, completed=fraction)

@@ -1,0 +1,111 @@
+"""The driver: a snapshot's URL in, a finding out. Knows no Ray and no Redis."""
+
+import json
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gradloc.fidelity import StepFacts
+from gradloc.localization import Progress, Strategy, localize
+from gradloc.policy import Meter, PlacedBatch, Policy, place
+from gradloc.snapshot import Manifest, Snapshot, SnapshotRejected, open_snapshot
+from gradloc_localizer.model_source import ModelRejected, build_model, dtype_of
+from gradloc_proto.messages import Finding
+
+NUM_THREADS = 2  # a spare machine is shared with other jobs; small models gain nothing from more
+
+
+@dataclass(frozen=True)
+class Options:
+    """How to localize. `limit`: instead of the snapshot's own. `device`: as torch names it, or "auto"."""
+
+    strategy: Strategy = "attribution"
+    limit: float | None = None
+    allowed_factories: Collection[str] = ()
+    device: str = "auto"
+    num_threads: int = NUM_THREADS
+
+
+def explain(
+    url: str, options: Options, on_progress: Progress = lambda _stage, _fraction: None
+) -> tuple[Manifest, Finding]:
+    """Open the snapshot, rebuild its step and explain it.
+
+    Raises SnapshotRejected, ModelRejected, ValueError (a store's URL) or StoreUnavailable.
+    """
+    torch.set_num_threads(options.num_threads)
+    on_progress("opening", 0.0)
+    snapshot = open_snapshot(url)
+    manifest = snapshot.manifest
+    parts = [snapshot.micro_batches(part.rank) for part in manifest.parts]
+    try:
+        batches = place([(part, record.grad_factor) for part, record in zip(parts, manifest.parts, strict=True)])
+    except ValueError as error:
+        raise SnapshotRejected(f"snapshot {snapshot.store.url}: {error}") from None
+    on_progress("rebuilding", 0.05)
+    device = _device(options.device)
+    model = build_model(snapshot, allowed_factories=options.allowed_factories, device=device)
+    _check_ids(snapshot, model, batches)
+    meter = Meter(sum(placed.batch.ids_BT.numel() for placed in batches))
+    autocast = None if manifest.autocast_dtype is None else dtype_of(manifest.autocast_dtype)
+    policy = Policy(model, meter, autocast_dtype=autocast)
+    facts = StepFacts(
+        step=manifest.step,
+        grad_norm=manifest.grad_norm,
+        layer_norms=manifest.layer_norms,
+        limit=manifest.limit if options.limit is None else options.limit,
+        healthy_norm=manifest.healthy_norm,
+        healthy_layer_norms=manifest.healthy_layer_norms,
+        weights=manifest.weights,
+    )
+    finding = localize(
+        policy, batches, facts, strategy=options.strategy, texts=texts_of(snapshot), on_progress=on_progress
+    )
+    on_progress("done", 1.0)
+    return manifest, finding
+
+
+def _device(name: str) -> str:
+    if name == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        torch.device(name)
+    except RuntimeError:
+        raise ModelRejected(f"device {name[:40]!r} is not one that torch knows; expected cpu, cuda or cuda:0") from None
+    return name
+
+
+def _check_ids(snapshot: Snapshot, model: torch.nn.Module, batches: tuple[PlacedBatch, ...]) -> None:
+    embedding = getattr(model, "get_input_embeddings", lambda: None)()
+    num_ids = getattr(embedding, "num_embeddings", None)
+    if num_ids is None:
+        return
+    for placed in batches:
+        ids_BT: Tensor = placed.batch.ids_BT
+        if ids_BT.numel() and not (int(ids_BT.min()) >= 0 and int(ids_BT.max()) < num_ids):
+            raise SnapshotRejected(
+                f"snapshot {snapshot.store.url}: token ids of rank {placed.rank}, micro-batch {placed.index} lie "
+                f"outside the model's vocabulary of {num_ids}; take a new snapshot"
+            )
+
+
+def texts_of(snapshot: Snapshot) -> Callable[[int], str] | None:
+    """Text of a token id by the snapshot's tokenizer, or None where it has none. Raises SnapshotRejected."""
+    text = snapshot.tokenizer_json()
+    if text is None:
+        return None
+    from tokenizers import Tokenizer
+
+    try:
+        json.loads(text)
+        tokenizer = Tokenizer.from_str(text)
+    except Exception as error:  # noqa: BLE001 - the Rust library raises plain Exception
+        reason = str(error).split("\n", maxsplit=1)[0][:120]
+        raise SnapshotRejected(f"snapshot {snapshot.store.url}: tokenizer.json: {reason}") from None
+
+    def text_of(token_id: int) -> str:
+        return str(tokenizer.decode([token_id], skip_special_tokens=False)) if token_id >= 0 else ""
+
+    return text_of
