@@ -4,13 +4,12 @@ No I/O, no clock: time comes as Tick messages and as the messages' own `ts`. Fol
 changes nothing that anybody sees; folding from a checkpoint equals folding in one go.
 """
 
-import math
 from dataclasses import replace
 
 import numpy as np
 
 from gradloc_detector import incidents, localizations, sequence, steps
-from gradloc_detector.policy import DEFAULT_POLICY, LABELS_MAX, REQUESTS_KEPT_MAX, STEP_MAX, Policy
+from gradloc_detector.policy import DEFAULT_POLICY, LABELS_MAX, REQUESTS_KEPT_MAX, Policy
 from gradloc_detector.state import Book, DetectorState, Effects, Emit, Rejection
 from gradloc_proto import rules
 from gradloc_proto.messages import (
@@ -110,8 +109,6 @@ def _step(state: DetectorState, message: StepObserved, policy: Policy) -> tuple[
     book = state.book
     if message.attempt < book.attempt:
         return replace(state, book=book.model_copy(update={"num_old_attempt": book.num_old_attempt + 1})), ()
-    if message.attempt > STEP_MAX:
-        return state, (Rejection(f"attempt {str(message.attempt)[:20]}... is beyond {STEP_MAX}"),)
     effects: Effects = ()
     if message.attempt > book.attempt:
         state, effects = _restarted(state, message.attempt, policy)
@@ -121,8 +118,7 @@ def _step(state: DetectorState, message: StepObserved, policy: Policy) -> tuple[
         return state, (*effects, Rejection(fault))
     if not sequence.is_new(book, message.step):
         return replace(state, book=book.model_copy(update={"num_repeated": book.num_repeated + 1})), effects
-    if math.isfinite(message.ts):
-        state = replace(state, book=book.model_copy(update={"last_ts": message.ts}))
+    state = replace(state, book=book.model_copy(update={"last_ts": message.ts}))
     state, more = steps.observed(state, message, policy)
     book, yet_more = localizations.struck(state.book)
     return replace(state, book=book), effects + more + yet_more
@@ -131,16 +127,15 @@ def _step(state: DetectorState, message: StepObserved, policy: Policy) -> tuple[
 def _run_started(state: DetectorState, message: RunStarted, policy: Policy) -> tuple[DetectorState, Effects]:
     if message.attempt < state.book.attempt:
         return state, ()
-    if message.attempt > STEP_MAX:
-        return state, (Rejection(f"attempt {str(message.attempt)[:20]}... is beyond {STEP_MAX}"),)
     effects: Effects = ()
     if message.attempt > state.book.attempt:
         state, effects = _restarted(state, message.attempt, policy)
     book = state.book
     labels = dict(list(message.labels.items())[:LABELS_MAX])
-    changes: dict[str, object] = {"labels": {name[:64]: value for name, value in labels.items()}}
-    if math.isfinite(message.ts):
-        changes["last_ts"] = max(book.last_ts, message.ts)
+    changes: dict[str, object] = {
+        "labels": {name[:64]: value for name, value in labels.items()},
+        "last_ts": max(book.last_ts, message.ts),
+    }
     return replace(state, book=book.model_copy(update=changes)), effects
 
 
@@ -153,15 +148,14 @@ def _restarted(state: DetectorState, attempt: int, policy: Policy) -> tuple[Dete
     counts = ("num_repeated", "num_old_attempt", "num_rejected")
     changes: dict[str, object] = {name: getattr(book, name) for name in (*kept, *counts)}
     book = fresh.model_copy(update=changes | {"attempt": attempt})
-    return DetectorState(book, rules.RunState(sensitivity=state.rules.sensitivity)), gaps + ends
+    return DetectorState(book, rules.RunState(sensitivity=state.baselines.sensitivity)), gaps + ends
 
 
 def _run_ended(state: DetectorState, message: RunEnded, policy: Policy) -> tuple[DetectorState, Effects]:
     book = state.book
     if message.attempt != book.attempt or book.ended:
         return state, ()
-    if math.isfinite(message.ts):
-        book = book.model_copy(update={"last_ts": message.ts})
+    book = book.model_copy(update={"last_ts": message.ts})
     book, gaps = sequence.told(book, policy, now=True)
     book, ends = incidents.resolved(book, "run ended")
     return replace(state, book=book.model_copy(update={"ended": True})), gaps + ends
@@ -179,13 +173,11 @@ def _overridden(state: DetectorState, message: OverrideSet) -> tuple[DetectorSta
         return state, (Rejection(f"override sensitivity={value:g} is outside {low:g} to {high:g}"),)
     requests = (*book.requests, message.request_id)[-REQUESTS_KEPT_MAX:]
     book = book.model_copy(update={"requests": requests, "limits_dirty": True})
-    baselines = replace(state.rules, sensitivity=replace(state.rules.sensitivity, scale=value))
+    baselines = replace(state.baselines, sensitivity=replace(state.baselines.sensitivity, scale=value))
     return DetectorState(book, baselines), ()
 
 
 def _ticked(book: Book, message: Tick, policy: Policy) -> tuple[Book, Effects]:
-    if not math.isfinite(message.ts):
-        return book, (Rejection("a tick without a finite time"),)
     book = book.model_copy(update={"clock": message.ts})
     book, gaps = sequence.ticked(book, policy)
     book, waits = localizations.ticked(book, policy)

@@ -37,7 +37,6 @@ class Policy:
 DEFAULT_POLICY = Policy()
 
 # Bounds of what one run can put into the state, whatever is written into its streams.
-STEP_MAX = 2**53  # beyond this a JSON reader in another language loses digits
 STEP_JUMP_MAX = 1_000_000  # a step this far ahead is an absurd id, not a gap
 LAYERS_MAX = 512
 LAYER_NAME_LENGTH_MAX = 200

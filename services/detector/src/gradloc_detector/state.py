@@ -131,7 +131,7 @@ class Book(Part):
 @dataclass(frozen=True, slots=True)
 class DetectorState:
     book: Book
-    rules: rules.RunState = field(default_factory=rules.RunState)
+    baselines: rules.RunState = field(default_factory=rules.RunState)
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +166,7 @@ def dump(state: DetectorState) -> bytes:
     document = {
         "version": STATE_VERSION,
         "book": state.book.model_dump(mode="json"),
-        "rules": _packed(rules.dump_state(state.rules)),
+        "rules": _packed(rules.dump_state(state.baselines)),
     }
     return json.dumps(document, separators=(",", ":")).encode()
 

@@ -22,9 +22,9 @@ _TRAINER_RULES_MAX = 8
 def observed(state: DetectorState, message: StepObserved, policy: Policy) -> tuple[DetectorState, Effects]:
     """`state` after a step that is new; what it opens, joins, resolves and publishes."""
     book, effects = sequence.arrived(state.book, message, policy)
-    observation = rules.observation_of(_bounded(message, state.rules))
-    limits = rules.limits_of(state.rules)
-    own = rules.judge(state.rules, observation)
+    observation = rules.observation_of(_bounded(message, state.baselines))
+    limits = rules.limits_of(state.baselines)
+    own = rules.judge(state.baselines, observation)
     flags = (*own, *_trainer_flags(message, own, limits))
 
     book, streak_flags = _skips(book, message, policy)
@@ -40,10 +40,10 @@ def observed(state: DetectorState, message: StepObserved, policy: Policy) -> tup
 
     # A spike inside the detector's own warm-up that only the trainer could see must not become the baseline.
     if own or not flags or limits.norm is not None:
-        learnt = rules.learn(state.rules, observation, own)
+        learnt = rules.learn(state.baselines, observation, own)
         # A late step must not take the version back: readers keep the highest.
-        state = replace(state, rules=replace(learnt, version=max(learnt.version, state.rules.version)))
-    book, more = _published(book, state.rules, message.step, policy)
+        state = replace(state, baselines=replace(learnt, version=max(learnt.version, state.baselines.version)))
+    book, more = _published(book, state.baselines, message.step, policy)
     return replace(state, book=book), effects + more
 
 

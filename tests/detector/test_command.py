@@ -1,0 +1,157 @@
+"""The command as a process: bad input, signals, kills; a killed detector and one that was not tell the same."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from gradloc_proto import codec, streams
+from gradloc_proto.messages import RunEnded, RunStarted
+from gradloc_proto.redis_bus import RedisBus
+
+
+def start(*arguments, **environment):
+    variables = {name: value for name, value in os.environ.items() if not name.startswith(("GRADLOC_", "RAY_"))}
+    return subprocess.Popen(
+        [sys.executable, "-m", "gradloc_detector", *arguments],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=variables | environment,
+    )  # fmt: skip
+
+
+def outcome(*arguments, **environment):
+    process = start(*arguments, **environment)
+    out, err = process.communicate(timeout=60)
+    return process.returncode, out, err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "hint"),
+    [
+        (["--redis", "http://h:1"], "redis://"),
+        (["--redis", "redis://127.0.0.1:1/0", "--port", "0"], "start Redis there"),
+        (["--redis", "nonsense"], "redis://"),
+        (["--jobs-max", "0"], "--jobs-max"),
+        (["--strategy", "guess"], "attribution"),
+    ],
+)
+def test_bad_input_is_one_clear_line_and_exit_code_2(arguments, hint):
+    code, out, err = outcome(*arguments)
+    assert code == 2
+    assert hint in err and "Traceback" not in err and out == ""
+
+
+def test_a_password_in_the_url_is_not_shown():
+    code, _, err = outcome("--redis", "redis://user:s3cret@127.0.0.1:1/0")
+    assert code == 2
+    assert "s3cret" not in err and len(err.strip().splitlines()) == 1
+
+
+def test_a_bad_ray_address_and_a_taken_port_are_one_line(redis_url):
+    code, _, err = outcome("--redis", redis_url, "--ray-address", "ray://h")
+    assert code == 2 and "http://host:8265" in err
+    taken = redis_url.split(":")[-1].split("/")[0]
+    code, _, err = outcome("--redis", redis_url, "--port", taken)
+    assert code == 2 and "--port" in err
+
+
+def test_it_starts_serves_and_ends_gracefully(redis_url, story):
+    bus = RedisBus(redis_url)
+    steps = [RunStarted(run_id=story.run, ts=1.0), *story.steps(0, 29), story.spike(30)]
+    bus.append(streams.REGISTRY, [codec.encode(steps[0])], length_max=10)
+    bus.append(streams.stream(story.run, "steps"), [codec.encode(step) for step in steps], length_max=100)
+    process = start("--port", "0", "--json", GRADLOC_REDIS_URL=redis_url)
+    ready = json.loads(process.stderr.readline())
+    assert "detector ready" in ready["message"]
+    url = ready["message"].split("metrics on ")[1].split(";")[0]
+    for _ in range(500):
+        if bus.length(streams.stream(story.run, "incidents")):
+            break
+        time.sleep(0.02)
+    assert b"gradloc_detector_runs 1.0" in urllib.request.urlopen(url, timeout=10).read()
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=30)
+    assert process.returncode == 0
+    assert [json.loads(line)["level"] for line in err.splitlines()]
+    assert bus.acquire_lease(story.run, "next", ttl_s=1.0)  # given back, not waited for
+    bus.close()
+
+
+def killed_again_and_again(redis_url: str, story, folder: Path, *, num_kills: int, on_kill=None) -> list:
+    """Incidents of a run whose detector was killed at random moments while the steps came in."""
+    script = folder / "quick.py"
+    # The same service with a short lease, so that its next owner need not wait 15 s after each kill.
+    script.write_text(
+        "import sys, threading\n"
+        "from gradloc_detector.service import DetectorService, Settings\n"
+        "from gradloc_proto.redis_bus import RedisBus\n"
+        "settings = Settings(lease_ttl_s=0.3, poll_s=0.005, registry_s=0.02, read_count=16, commit_every=8)\n"
+        "print('up', flush=True)\n"
+        "DetectorService(RedisBus(sys.argv[1]), settings=settings).run(threading.Event())\n"
+    )
+    dice = random.Random(5)
+    bus = RedisBus(redis_url)
+    tale = tale_of(story)
+    bus.append(streams.REGISTRY, [codec.encode(tale[0])], length_max=10)
+    told = 0
+    for _ in range(num_kills):
+        process = subprocess.Popen([sys.executable, str(script), redis_url], stdout=subprocess.PIPE)
+        process.stdout.readline()
+        end = told + 1 + dice.randrange(2 * len(tale) // num_kills)
+        for message in tale[told:end]:
+            bus.append(streams.stream(story.run, "steps"), [codec.encode(message)], length_max=100_000)
+            time.sleep(dice.random() * 0.004)
+        told = min(end, len(tale))
+        time.sleep(0.25 + dice.random() * 0.2)
+        process.kill()
+        process.communicate(timeout=20)
+        if on_kill is not None:
+            on_kill()
+    rest = [codec.encode(message) for message in tale[told:]]
+    bus.append(streams.stream(story.run, "steps"), rest, length_max=100_000)
+    process = subprocess.Popen([sys.executable, str(script), redis_url], stdout=subprocess.PIPE)
+    for _ in range(1_000):
+        incidents = [entry.data for entry in bus.read_last(streams.stream(story.run, "incidents"), count=1_000)]
+        if incidents and b'"run ended"' in incidents[-1]:
+            break
+        time.sleep(0.02)
+    process.kill()
+    process.communicate(timeout=20)
+    bus.close()
+    return [codec.decode(data) for data in incidents]
+
+
+def tale_of(story) -> list:
+    tale = [RunStarted(run_id=story.run, ts=1.0), *story.steps(0, 29)]
+    for number in range(8):
+        first = 30 + 40 * number
+        tale += [story.spike(first), story.spike(first + 1, norm=100.0), story.spike(first + 2, norm=5_000.0)]
+        tale += story.steps(first + 3, first + 39)
+    last = tale[-1].step
+    return [*tale, story.spike(last + 1), RunEnded(run_id=story.run, ts=9_000.0, step=last + 1)]
+
+
+def test_kills_at_random_moments_leave_the_same_incidents(redis_url, story, tmp_path):
+    story.tell(*tale_of(story))
+    assert killed_again_and_again(redis_url, story, tmp_path, num_kills=8) == story.messages()
+
+
+@pytest.mark.full
+@pytest.mark.timeout(900)
+def test_200_kills_leave_the_same_incidents(redis_url, story, tmp_path):
+    story.tell(*tale_of(story))
+    assert killed_again_and_again(redis_url, story, tmp_path, num_kills=200) == story.messages()
+
+
+@pytest.mark.full
+@pytest.mark.timeout(600)
+def test_20_restarts_of_redis_leave_the_same_incidents(own_redis, story, tmp_path):
+    story.tell(*tale_of(story))
+    found = killed_again_and_again(own_redis.url, story, tmp_path, num_kills=20, on_kill=own_redis.restart)
+    assert found == story.messages()
