@@ -145,6 +145,10 @@ class StepObserved(Message):
     entropy: float | None = None
     clip_fraction: float | None = None
     lr: float | None = None
+    tokens_remedied: float | None = None  # fraction that TokenClip acted on; None: not switched on
+    sequences_remedied: float | None = None
+    rewards_remedied: float | None = None
+    layers_remedied: float | None = None
     step_s: float | None = None
     stall_s: float = 0.0
     decision: Decision = "go"

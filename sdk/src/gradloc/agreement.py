@@ -24,6 +24,9 @@ METRICS = (
     "entropy",
     "clip_fraction",
     "lr",
+    "tokens_remedied",
+    "sequences_remedied",
+    "rewards_remedied",
 )
 _RANK_FIELDS = ("failed", "ready", "late", *SUMMARY_FIELDS, *METRICS)
 _SHARED = ("version", "norm", "healthy_norm", "late_step")

@@ -26,6 +26,7 @@ import torch.distributed as dist
 from gradloc import __version__
 from gradloc.agreement import METRICS, CommonView, LocalView, from_vector, to_vector
 from gradloc.capture import SUMMARY_FIELDS, Capture, summarize
+from gradloc.clipping.applied import AppliedRemedies, Remedy
 from gradloc.model_record import ModelRecord, tokenizer_json_of, unwrapped
 from gradloc.norms import LayerNorms
 from gradloc.publisher import Publisher
@@ -110,6 +111,7 @@ class Probe:
         skip_above: float | None,
         model_factory: str | None,
         first_step: int,
+        remedies: Sequence[Remedy] = (),
     ) -> None:
         distributed = dist.is_available() and dist.is_initialized()
         self.rank = dist.get_rank() if distributed else 0
@@ -127,6 +129,7 @@ class Probe:
         self._norms = LayerNorms(self._module.named_parameters(), self.world_size)
         self._sharded = is_sharded(self._module)
         self._capture = Capture()
+        self._remedies = AppliedRemedies(remedies, model, self._module)
         self._ring: deque[_KeptStep] = deque(maxlen=RING_LENGTH)
         self._complained: set[str] = set()
         self._rules = rules.RunState()
@@ -183,18 +186,22 @@ class Probe:
         repeats; attention_mask and position_ids [B, T] as the model got them; temperature: what logits
         were divided by.
         """
-        self._capture.tokens(
-            logp,
-            ids,
-            mask,
-            rollout_logp=rollout_logp,
-            old_logp=old_logp,
-            advantage=advantage,
-            uid=uid,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            temperature=temperature,
-        )
+        try:
+            # First, so that the capture sees the coefficients that the step really uses.
+            self._remedies.before_backward(logp, mask, rollout_logp)
+        finally:
+            self._capture.tokens(
+                logp,
+                ids,
+                mask,
+                rollout_logp=rollout_logp,
+                old_logp=old_logp,
+                advantage=advantage,
+                uid=uid,
+                attention_mask=attention_mask,
+                position_ids=position_ids,
+                temperature=temperature,
+            )
 
     @_harmless(_GO)
     def observe(self, /, *, step: int | None = None, **metrics: float) -> Decision:
@@ -240,7 +247,7 @@ class Probe:
                 LocalView(
                     layer_squares_L=self._norms.local_squares(),
                     summary=summarize(micro_batches, self._grad_factor),
-                    metrics=_known_metrics(metrics),
+                    metrics=_known_metrics(metrics) | self._remedies.fractions(),
                     failed=False,
                     ready=self._writer is not None and self._writer.ready,
                     limits=limits,
@@ -281,6 +288,7 @@ class Probe:
             decision = "skip"
             for parameter in self._module.parameters():
                 parameter.grad = None
+        remedied = {} if decision == "skip" else self._remedies.after_agreement(view.layer_norms)
         if self.rank == 0:
             now = time.monotonic()
             step_s, self._last_step_at = now - self._last_step_at, now
@@ -297,6 +305,7 @@ class Probe:
                     rules_hit=hit,
                     snapshot=snapshot_url,
                     num_events_dropped=self.num_events_dropped,
+                    **remedied,
                 )
             )
             self._learn(view)
@@ -417,6 +426,7 @@ def watch(
     skip_above: float | None = None,
     model_factory: str | None = None,
     first_step: int = 0,
+    remedies: Sequence[Remedy] = (),
 ) -> Probe:
     """Watch a training process; call it on every rank, after torch.distributed is initialised.
 
@@ -426,7 +436,8 @@ def watch(
     `tokenizers.Tokenizer` or a fast Hugging Face tokenizer, so that findings name tokens. reduction:
     how gradients of ranks become the step's gradient ("mean" for DDP and FSDP). skip_above: skip the
     update when the norm exceeds this many times its limit, or is not finite (off by default).
-    model_factory: "module:function" that rebuilds a model without a Hugging Face config.
+    model_factory: "module:function" that rebuilds a model without a Hugging Face config. remedies: any of
+    gradloc.clipping's TokenClip, SeqClip, LayerClip, RewardGuard (none by default; docs/remedies.md).
 
     Raises ValueError for arguments that cannot be meant (before training starts); never afterwards.
     """
@@ -450,6 +461,7 @@ def watch(
         skip_above=skip_above,
         model_factory=model_factory,
         first_step=first_step,
+        remedies=remedies,
     )
 
 

@@ -22,6 +22,7 @@ def step_message(
     rules_hit: tuple[str, ...],
     snapshot: str | None,
     num_events_dropped: int,
+    layers_remedied: float | None = None,
 ) -> StepObserved:
     """StepObserved of one step; ratios are exp of the extremes of log ratios over ranks."""
     metrics: dict[str, Any] = {name: view.mean(name) for name in METRICS}
@@ -50,6 +51,7 @@ def step_message(
         limits_version=view.limits.version,
         snapshot=snapshot,
         num_events_dropped=num_events_dropped,
+        layers_remedied=layers_remedied,
         **metrics,
     )
 

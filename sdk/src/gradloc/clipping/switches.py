@@ -1,0 +1,238 @@
+"""The remedies as objects: what a trainer switches on, with what each did and how often.
+
+    gradloc.watch(model, optimizer, run=..., remedies=[TokenClip(), SeqClip(), LayerClip()])
+
+TokenClip and SeqClip act on the coefficients dL/dlogp as the backward pass hands them to the network:
+the loss is not touched, nor is its number of tokens. LayerClip acts on gradients, before the trainer's
+own clipping. None talks to other ranks: LayerClip decides from the layer norms that all ranks agreed on.
+Shapes: B rows, R response positions, L layers.
+"""
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from gradloc.clipping import layer, reward, sequence, token
+from gradloc.layers import block_of, layer_key
+
+
+class Tally:
+    """How many were looked at and how many acted on; on the device until somebody asks."""
+
+    def __init__(self) -> None:
+        self.num_seen = 0
+        self.num_acted = 0
+        self._seen: list[Tensor] = []
+        self._acted: list[Tensor] = []
+
+    def add(self, seen: Tensor, acted: Tensor) -> None:
+        self._seen.append(seen.detach())
+        self._acted.append(acted.detach())
+
+    def take(self) -> float | None:
+        """Fraction acted on since the last call, None where nothing was looked at."""
+        if not self._seen:
+            return None
+        # One transfer for the step's micro-batches, so that a GPU is waited for once.
+        seen, acted = torch.stack([torch.stack(self._seen).sum(), torch.stack(self._acted).sum()]).tolist()
+        self._seen, self._acted = [], []
+        self.num_seen += int(seen)
+        self.num_acted += int(acted)
+        return acted / seen if seen else None
+
+
+class _Counted:
+    """num_seen and num_acted: over the whole run so far (of this process, not of its state)."""
+
+    def __init__(self) -> None:
+        self.tally = Tally()
+
+    @property
+    def num_seen(self) -> int:
+        return self.tally.num_seen
+
+    @property
+    def num_acted(self) -> int:
+        return self.tally.num_acted
+
+
+class TokenClip(_Counted):
+    """Bounds on each token's importance ratio exp(logp - rollout_logp); see `token.token_clip`.
+
+    mode "mask" (default) leaves tokens outside [low, high] out; "clip" only lowers the weight of those above.
+    """
+
+    def __init__(self, low: float = token.LOW, high: float = token.HIGH, mode: token.Mode = "mask") -> None:
+        super().__init__()
+        token.token_clip(torch.zeros(0), low, high, mode)  # raises for what cannot be meant
+        self.low, self.high, self.mode = low, high, mode
+
+    def factor(self, log_ratio_BR: Tensor, mask_BR: Tensor) -> Tensor:
+        """Factor of each coefficient: [B, R]; 1 outside the mask, where there is no token of the loss."""
+        factor_BR = token.token_clip(log_ratio_BR, self.low, self.high, self.mode)
+        factor_BR = torch.where(mask_BR, factor_BR, 1.0)
+        self.tally.add(mask_BR.sum(), (factor_BR < 1).sum())
+        return factor_BR
+
+
+class SeqClip(_Counted):
+    """Bounds on each answer's importance ratio; answers outside are left out. See `sequence.seq_clip`."""
+
+    def __init__(
+        self, low: float = sequence.LOW, high: float = sequence.HIGH, mean: sequence.Mean = "geometric"
+    ) -> None:
+        super().__init__()
+        sequence.seq_clip(torch.zeros(0, 1), torch.ones(0, 1), low, high, mean)  # raises for what cannot be meant
+        self.low, self.high, self.mean = low, high, mean
+
+    def factor(self, log_ratio_BR: Tensor, mask_BR: Tensor) -> Tensor:
+        """Factor of each coefficient: [B, 1]."""
+        factor_B = sequence.seq_clip(log_ratio_BR, mask_BR, self.low, self.high, self.mean)
+        self.tally.add(mask_BR.any(dim=1).sum(), (factor_B < 1).sum())
+        return factor_B.unsqueeze(1)
+
+
+class RewardGuard(_Counted):
+    """Clamps or rejects rewards before advantages are made of them; see `reward.guard_rewards`.
+
+        rewards, keep = guard(rewards)
+        advantages = group_advantages(rewards, keep, group_size)
+
+    The trainer calls it; handed to `watch` as well, what it did is published with the step.
+    """
+
+    def __init__(self, low: float, high: float, mode: reward.Mode = "clamp") -> None:
+        super().__init__()
+        reward.guard_rewards(torch.zeros(0), low, high, mode)  # raises for what cannot be meant
+        self.low, self.high, self.mode = low, high, mode
+
+    def __call__(self, rewards_B: Tensor) -> tuple[Tensor, Tensor]:
+        guarded_B, keep_B = reward.guard_rewards(rewards_B, self.low, self.high, self.mode)
+        untouched_B = keep_B & (guarded_B == rewards_B)
+        self.tally.add(torch.tensor(rewards_B.numel()), (~untouched_B).sum().cpu())
+        return guarded_B, keep_B
+
+
+@dataclass(frozen=True)
+class LayerAction:
+    """What LayerClip did to one layer at one step. `limit` is None where the norm was not finite."""
+
+    name: str
+    norm: float
+    limit: float | None
+    scale: float
+
+
+class LayerClip(_Counted):
+    """Holds each layer's gradient to a limit from its own history; see `layer.py` for the formula.
+
+    by "block": a transformer block, the embedding, the head are a layer each; by "kind": attention, MLP and
+    norms of a block count apart. `last` is what it did at the last step. A layer whose norm is not finite gets
+    no gradient at all (None): a zero would still move an optimizer with momentum. Keep `state_dict` in the
+    checkpoint, on every rank or on one: it is the same on all.
+    """
+
+    def __init__(
+        self,
+        factor_of_max: float = 2.0,
+        factor_of_median: float = 4.0,
+        power: float = 2.0,
+        *,
+        by: Literal["block", "kind"] = "block",
+        window: int = 32,
+        num_warmup: int = 8,
+        regime_steps: int = 12,
+    ) -> None:
+        super().__init__()
+        if by not in ("block", "kind"):
+            raise ValueError(f"LayerClip: by is {by!r}; expected 'block' or 'kind'")
+        self.settings = layer.LayerLimits(factor_of_max, factor_of_median, power, window, num_warmup, regime_steps)
+        self.by = by
+        self.last: tuple[LayerAction, ...] = ()
+        self._parameters: dict[str, list[torch.nn.Parameter]] = {}
+        self._history: layer.LayerHistory | None = None
+        self._loaded: Mapping[str, Any] | None = None
+
+    def attach(self, named_parameters: Iterable[tuple[str, torch.nn.Parameter]]) -> None:
+        """Learn which parameters make a layer. Raises ValueError when it watches a model already."""
+        if self._history is not None:
+            raise ValueError("LayerClip: this one watches a model already; expected one LayerClip a model")
+        for name, parameter in named_parameters:
+            if parameter.requires_grad:
+                self._parameters.setdefault(self._layer_of(layer_key(name)), []).append(parameter)
+        self._history = layer.empty_history(tuple(self._parameters), self.settings)
+        if self._loaded is not None:
+            self.load_state_dict(self._loaded)
+
+    def limits(self) -> dict[str, float]:
+        """Limit of each layer for the next step; layers still learning are missing."""
+        history = self._attached()
+        limits_L = layer.limits_from(history, self.settings)
+        return {name: limit for name, limit in zip(history.names, limits_L.tolist(), strict=True) if limit > 0}
+
+    def clip(self, layer_norms: Mapping[str, float]) -> float:
+        """Scale the gradients in place, then learn. Fraction of layers acted on.
+
+        `layer_norms`: norm over all ranks of each layer key, as measured before any clipping. On a sharded
+        model every rank scales its own shard by the same number.
+        """
+        history = self._attached()
+        norms_L = self._norms(history, layer_norms)
+        limits_L = layer.limits_from(history, self.settings)
+        scale_L = layer.layer_clip(norms_L, limits_L, self.settings.power)
+        self.last = tuple(
+            LayerAction(name, norm, limit if math.isfinite(norm) else None, scale)
+            for name, norm, limit, scale in zip(
+                history.names, norms_L.tolist(), limits_L.tolist(), scale_L.tolist(), strict=True
+            )
+            if scale < 1.0
+        )
+        for action in self.last:
+            _scale(self._parameters[action.name], action.scale)
+        self._history = layer.learn(history, norms_L, self.settings)
+        self.tally.num_seen += len(history.names)
+        self.tally.num_acted += len(self.last)
+        return len(self.last) / max(len(history.names), 1)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The history, as plain numbers."""
+        return layer.dump_history(self._attached())
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over a history; before or after `watch`. Raises ValueError for one of another model."""
+        if self._history is None:
+            self._loaded = dict(state)
+            return
+        self._history = layer.load_history(state, self._history.names, self.settings)
+
+    def _norms(self, history: layer.LayerHistory, layer_norms: Mapping[str, float]) -> layer.Array:
+        squares = dict.fromkeys(history.names, 0.0)
+        for key, norm in layer_norms.items():
+            squares[self._layer_of(key)] += norm * norm
+        return np.sqrt(np.array([squares[name] for name in history.names], dtype=np.float64))
+
+    def _layer_of(self, key: str) -> str:
+        return block_of(key) if self.by == "block" else key
+
+    def _attached(self) -> layer.LayerHistory:
+        if self._history is None:
+            raise ValueError("LayerClip: it watches no model yet; give it to gradloc.watch(remedies=[...])")
+        return self._history
+
+
+def _scale(parameters: list[torch.nn.Parameter], scale: float) -> None:
+    if scale == 0.0:
+        for parameter in parameters:
+            parameter.grad = None
+        return
+    for parameter in parameters:
+        if parameter.grad is not None:
+            # A DTensor's shard is scaled where it lies: a scalar needs no communication.
+            grad = parameter.grad
+            (grad.to_local() if isinstance(grad, DTensor) else grad).mul_(scale)
