@@ -82,8 +82,8 @@ class Observer:
         )
 
 
-@settings(max_examples=60, deadline=None)
-@given(st.lists(calls, max_size=25))
+@settings(max_examples=200, deadline=None)
+@given(st.lists(calls, min_size=10, max_size=50))
 def test_every_call_gives_the_same_answer(redis_url, sequence):
     run = f"likeness-{next(_numbers)}"
     redis_bus = RedisBus(redis_url)
