@@ -92,9 +92,10 @@ def limits_from(history: LayerHistory, settings: LayerLimits) -> Array:
     known_L = np.isfinite(history.accepted_LW).sum(axis=1) >= settings.num_warmup
     if known_L.any():
         rows = history.accepted_LW[known_L]
-        limits_L[known_L] = np.maximum(
-            settings.factor_of_max * np.nanmax(rows, axis=1), settings.factor_of_median * np.nanmedian(rows, axis=1)
-        )
+        with np.errstate(over="ignore"):  # an infinite limit is one that nothing finite exceeds
+            limits_L[known_L] = np.maximum(
+                settings.factor_of_max * np.nanmax(rows, axis=1), settings.factor_of_median * np.nanmedian(rows, axis=1)
+            )
     return limits_L
 
 
