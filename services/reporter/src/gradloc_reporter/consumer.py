@@ -13,12 +13,11 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from sqlalchemy.exc import DBAPIError, OperationalError, StatementError
-
 from gradloc_proto import streams
 from gradloc_proto.bus import START, Bus, BusUnavailable, Entry
 from gradloc_proto.codec import MessageRejected, decode
 from gradloc_proto.messages import Message, RunStarted
+from gradloc_reporter.store import DBAPIError, OperationalError, StatementError
 from gradloc_reporter.store.cursors import CursorMoved, load_cursors, move_cursors, runs_to_read
 from gradloc_reporter.store.engine import Database
 from gradloc_reporter.store.fold import ALLOWED, Fold

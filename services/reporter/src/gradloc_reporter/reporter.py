@@ -16,7 +16,6 @@ from typing import Self
 from urllib.parse import quote
 
 import uvicorn
-from sqlalchemy.exc import DBAPIError
 
 from gradloc_proto.bus import Bus
 from gradloc_reporter.consumer import Consumer
@@ -24,6 +23,7 @@ from gradloc_reporter.metrics import ReporterMetrics
 from gradloc_reporter.settings import Settings
 from gradloc_reporter.slack.announcer import Announcer
 from gradloc_reporter.slack.client import SlackChannel, SlackWebhook
+from gradloc_reporter.store import DBAPIError
 from gradloc_reporter.store.engine import Database
 from gradloc_reporter.store.queries import Queries
 from gradloc_reporter.web.application import application

@@ -12,8 +12,6 @@ import threading
 import time
 from collections.abc import Callable
 
-from sqlalchemy.exc import DBAPIError
-
 from gradloc_reporter.slack.blocks import blocks_of, text_of
 from gradloc_reporter.slack.client import (
     SlackChannel,
@@ -25,6 +23,7 @@ from gradloc_reporter.slack.client import (
     SlackUnreachable,
     SlackWebhook,
 )
+from gradloc_reporter.store import DBAPIError
 from gradloc_reporter.store import slack_messages as ledger
 from gradloc_reporter.store.engine import Database
 from gradloc_reporter.store.queries import Queries

@@ -7,10 +7,10 @@ from importlib import resources
 
 from fastapi import APIRouter, Response
 from jinja2 import Environment, PackageLoader, StrictUndefined
-from sqlalchemy.orm import Session
 
 from gradloc_reporter import answers as a
 from gradloc_reporter import figures, text
+from gradloc_reporter.store import Session
 from gradloc_reporter.web import drawing
 from gradloc_reporter.web.api import Incident, Run
 from gradloc_reporter.web.backend import Backend

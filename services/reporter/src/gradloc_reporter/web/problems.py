@@ -9,11 +9,11 @@ from http import HTTPStatus
 
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
-from sqlalchemy.exc import DBAPIError
 from starlette.exceptions import HTTPException
 
 from gradloc_proto.bus import BusUnavailable
 from gradloc_reporter.answers import Problem
+from gradloc_reporter.store import DBAPIError
 
 log = logging.getLogger(__name__)
 RETRY_AFTER_S = 5
