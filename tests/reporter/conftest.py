@@ -19,6 +19,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
+from hypothesis import HealthCheck, settings
+
 from gradloc_proto import messages as m
 from gradloc_proto import streams
 from gradloc_proto.bus import Bus
@@ -27,7 +29,6 @@ from gradloc_proto.identities import incident_id, spike_id
 from gradloc_proto.memory_bus import MemoryBus
 from gradloc_proto.redis_bus import RedisBus
 from gradloc_reporter import Reporter, Settings
-from hypothesis import HealthCheck, settings
 
 settings.register_profile("gradloc", deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 settings.load_profile("gradloc")

@@ -296,7 +296,7 @@ def _verdict_sentence(finding: Finding) -> str:
             checksum = "" if finding.checksum is None else f" (the shares sum to {number(finding.checksum)}, not 1)"
             return f"No verdict{checksum}: the numbers do not prove any culprit."
         case "layer":
-            return f"{_layers(finding)} explode together at this position; the layers above stay calm."
+            return f"Exploding together at this position: {_layers(finding)}."
         case "mask":
             return "This position is outside the loss mask, and yet its coefficient is not finite."
         case "non-finite":
@@ -313,9 +313,8 @@ def _layers(finding: Finding) -> str:
     kinds = f" ({', '.join(visible(kind, 30) for kind in finding.module_kinds_exploding)})"
     kinds = kinds if finding.module_kinds_exploding else ""
     if not names:
-        return f"Some layers{kinds}"
-    listed = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
-    return f"{listed[0].upper()}{listed[1:]}{kinds}"
+        return f"some layers{kinds}"
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "") + kinds
 
 
 def _sortable(value: float) -> float:
@@ -333,7 +332,8 @@ def event_text(kind: str, detail: dict[str, object]) -> str:
     """What happened, in one line of the log."""
 
     def said(key: str, limit: int = FREE_TEXT_MAX) -> str:
-        return visible(str(detail.get(key, "")), limit)
+        value = detail.get(key, "")
+        return f"{value:,}" if isinstance(value, int) else visible(str(value), limit)
 
     match kind:
         case "incident_opened" | "incident_joined" | "incident_worsened":
