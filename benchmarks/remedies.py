@@ -20,8 +20,9 @@ at most 10 % of those without; LayerClip makes no difference to loss-side spikes
 to clipping. The trainer's own clipping to norm 1 stays on in all four; the published clippers take its place.
 
 The policy is a four-layer Qwen3-shaped transformer that sorts seven digits (verifiable reward), pretrained
-on noisy demonstrations; 8 prompts of 8 answers a step, AdamW (.9, .95). The natural setting's inference copy has int4 weights, is up to 8
-steps stale and samples with top-p; its logp are truthful. The planted setting's copy is exact.
+on noisy demonstrations; 8 prompts of 8 answers a step, AdamW (.9, .95). The natural setting's inference copy
+has int4 weights, is up to 8 steps stale and samples with top-p; its logp are truthful. The planted setting's
+copy is exact.
 
 Last line with --json: {"remedies": [{name, natural, seeds, steps_to_collapse_median, survival,
 reward_final_median, spikes}], "layerclip_cosine", "global_clip_cosine", ...}.

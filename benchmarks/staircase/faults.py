@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 import torch
-
 from staircase.policy import PROMPT_LENGTH, RARE_IDS, log_probs, logp_of
 
 NUM_BLOCKS = 2

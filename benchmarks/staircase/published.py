@@ -64,7 +64,7 @@ def zclip(model: torch.nn.Module, _optimizer: Any) -> Clipper:
 
 
 def adagc(model: torch.nn.Module, _optimizer: Any) -> Clipper:
-    """AdaGC (Wang et al. 2025): each tensor to 1.05 times its EMA (.98); global 1.0 in the first 20 steps (paper: 100)."""
+    """AdaGC (Wang et al. 2025): each tensor to 1.05 times its EMA (.98); global 1.0 for 20 steps (paper: 100)."""
     relative, beta, num_warmup = 1.05, 0.98, 20
     averages: dict[int, float] = {}
 
@@ -108,7 +108,7 @@ def aggc(model: torch.nn.Module, _optimizer: Any) -> Clipper:
 
 
 def spam(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Clipper:
-    """SPAM-like (Huang et al. 2025): entries with g² > 50 v become sign(g) sqrt(50 v); moments are reset every 50 steps.
+    """SPAM-like (Huang et al. 2025): entries with g² > 50 v become sign(g) sqrt(50 v); moments reset every 50 steps.
 
     The paper's threshold is 5000 and its interval 500 steps of runs a hundred times as long.
     """

@@ -11,14 +11,14 @@ from typing import Any
 
 import numpy as np
 import torch
+from staircase import faults, published
+from staircase.policy import NUM_PROMPTS, PROMPT_LENGTH, CopyKind, InferenceCopy, logp_of, pretrained, reward_of
 
 import gradloc
 from gradloc.clipping import LayerClip, Remedy, SeqClip, TokenClip
 from gradloc_proto import codec, streams
 from gradloc_proto.memory_bus import MemoryBus
 from gradloc_proto.messages import StepObserved
-from staircase import faults, published
-from staircase.policy import NUM_PROMPTS, PROMPT_LENGTH, CopyKind, InferenceCopy, logp_of, pretrained, reward_of
 
 GROUP_SIZE = 8
 PPO_CLIP = 0.2
@@ -33,8 +33,8 @@ class Setting:
     name: str
     num_steps: int
     learning_rate: float
-    copy: CopyKind = CopyKind()
-    schedule: faults.Schedule = faults.Schedule()
+    copy: CopyKind = field(default_factory=CopyKind)
+    schedule: faults.Schedule = field(default_factory=faults.Schedule)
     num_groups: int = 8
     pretraining_steps: int = 260
 
@@ -85,7 +85,7 @@ class Outcome:
 
 
 def spikes(norms: Sequence[float]) -> list[int]:
-    """Steps whose norm is not finite or exceeds SPIKE_FACTOR times the median of the last SPIKE_WINDOW unspiked norms."""
+    """Steps whose norm is not finite or exceeds SPIKE_FACTOR times the median of the last SPIKE_WINDOW calm ones."""
     found, kept = [], []
     for step, norm in enumerate(norms):
         if not math.isfinite(norm) or (

@@ -1,0 +1,103 @@
+"""A training process of test_remedied_ranks.py: alone, or one of two over gloo, as DDP or as FSDP2."""
+
+import argparse
+import json
+import os
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import gradloc
+from gradloc.clipping import LayerClip, SeqClip, TokenClip
+from gradloc_proto.memory_bus import MemoryBus
+
+NUM_ROWS = 4
+
+
+class Language(nn.Module):
+    """Log-probabilities of all tokens but the first, inside forward so that DDP and FSDP see it all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(11, 8)
+        self.layers = nn.ModuleList(nn.ModuleDict({"mlp": nn.Linear(8, 8)}) for _ in range(3))
+        self.lm_head = nn.Linear(8, 11, bias=False)
+
+    def forward(self, ids_BT: torch.Tensor) -> torch.Tensor:
+        hidden = self.embed_tokens(ids_BT)
+        for layer in self.layers:
+            hidden = hidden + torch.tanh(layer["mlp"](hidden))  # type: ignore[index,operator]
+        logits = self.lm_head(hidden)[:, :-1]
+        return torch.log_softmax(logits, -1).gather(-1, ids_BT[:, 1:, None])[..., 0]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--mode", choices=["alone", "ddp", "fsdp2"], required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    rank, world_size = 0, 1
+    if arguments.mode != "alone":
+        dist.init_process_group("gloo")
+        rank, world_size = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(0)
+    model = Language()
+    trained: nn.Module = model
+    if arguments.mode == "ddp":
+        trained = DistributedDataParallel(model)
+    elif arguments.mode == "fsdp2":
+        from torch.distributed.fsdp import fully_shard
+
+        for layer in model.layers:
+            fully_shard(layer["mlp"])  # type: ignore[index]
+        fully_shard(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    clip = LayerClip()
+    bus = MemoryBus()
+    probe = gradloc.watch(trained, optimizer, run="ranks", bus=bus, remedies=[TokenClip(), SeqClip(), clip])
+    generator = torch.Generator().manual_seed(10)
+    own = slice(rank * NUM_ROWS // world_size, (rank + 1) * NUM_ROWS // world_size)
+    steps = []
+    for step in range(16):
+        ids_BT = torch.randint(0, 11, (NUM_ROWS, 6), generator=generator)[own]
+        weight_BR = torch.randn((NUM_ROWS, 5), generator=generator)[own]
+        off_BR = torch.zeros(NUM_ROWS, 5)
+        if step % 3 == 0:
+            off_BR[3, 1] = 9.0  # a token of the last rank
+            off_BR[0] = 0.4  # an answer of the first
+        logp_BR = trained(ids_BT)
+        probe.tokens(logp_BR, ids_BT, torch.ones_like(logp_BR), rollout_logp=logp_BR.detach() - off_BR[own])
+        (weight_BR * logp_BR).mean().backward()
+        if step in (12, 14):
+            for parameter in model.layers[1].parameters():
+                assert parameter.grad is not None
+                parameter.grad.mul_(1e4 if step == 12 else float("nan"))
+        probe.observe()
+        steps.append({"gradients": gradients(model), "acted": [(one.name, one.scale) for one in clip.last]})
+        optimizer.step()
+        optimizer.zero_grad()
+    probe.close()
+    entries = [entry.data.decode() for entry in bus.read_last("gradloc:{ranks}:steps", count=100)]
+    state = clip.state_dict()
+    (arguments.out / f"rank-{rank}.json").write_text(json.dumps({"steps": steps, "entries": entries, "state": state}))
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def gradients(model: nn.Module) -> dict[str, list[float] | None]:
+    whole: dict[str, list[float] | None] = {}
+    for name, parameter in model.named_parameters():
+        grad = parameter.grad
+        if grad is not None and hasattr(grad, "full_tensor"):
+            grad = grad.full_tensor()
+        whole[name] = None if grad is None else grad.flatten().tolist()
+    return whole
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    main()

@@ -1,0 +1,133 @@
+"""LayerClip: a limit a layer from its own history that nothing abnormal can poison."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gradloc.clipping import LayerClip, layer_clip
+from gradloc.clipping.layer import (
+    LayerHistory,
+    LayerLimits,
+    dump_history,
+    empty_history,
+    learn,
+    limits_from,
+    load_history,
+)
+
+SETTINGS = LayerLimits()
+
+
+def history_of(*steps: list[float]) -> LayerHistory:
+    history = empty_history(tuple(f"layer {i}" for i in range(len(steps[0]))), SETTINGS)
+    for norms in steps:
+        history = learn(history, np.array(norms), SETTINGS)
+    return history
+
+
+def test_a_layer_above_its_limit_is_scaled_and_the_others_are_not() -> None:
+    scale = layer_clip(np.array([1.0, 40.0, 3.0]), np.array([4.0, 4.0, math.nan]), power=1.0)
+    assert scale.tolist() == [1.0, 0.1, 1.0]
+
+
+def test_the_more_a_layer_explodes_the_less_is_kept() -> None:
+    norms = np.array([4.0, 8.0, 400.0])
+    kept = norms * layer_clip(norms, np.full(3, 4.0))
+    assert kept.tolist() == pytest.approx([4.0, 2.0, 0.04])
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_layer_that_is_not_finite_gets_nothing_known_limit_or_not(bad: float) -> None:
+    assert layer_clip(np.array([bad, bad, 1.0]), np.array([2.0, math.nan, 2.0])).tolist() == [0.0, 0.0, 1.0]
+
+
+@given(
+    st.lists(st.tuples(st.one_of(st.floats(0), st.just(math.nan)), st.floats(1e-30, 1e30)), min_size=0, max_size=9),
+    st.floats(1.0, 4.0),
+)
+def test_no_norm_is_ever_raised(layers: list[tuple[float, float]], power: float) -> None:
+    norms = np.array([norm for norm, _ in layers], dtype=np.float64)
+    limits = np.array([limit for _, limit in layers], dtype=np.float64)
+    scale = layer_clip(norms, limits, power)
+    assert bool(((scale >= 0) & (scale <= 1)).all())
+    healthy = norms <= limits
+    assert bool((scale[healthy] == 1).all())
+
+
+def test_nothing_is_limited_before_enough_was_seen() -> None:
+    history = history_of(*[[1.0]] * (SETTINGS.num_warmup - 1))
+    assert math.isnan(limits_from(history, SETTINGS)[0])
+    assert limits_from(learn(history, np.array([1.0]), SETTINGS), SETTINGS)[0] == 4.0
+
+
+@given(st.lists(st.sampled_from([math.nan, math.inf, 0.0, 1e6, 1e300]), max_size=11))
+def test_neither_spike_nor_nan_nor_zero_moves_a_limit(bad: list[float]) -> None:
+    history = history_of(*[[1.0]] * 20)
+    before = limits_from(history, SETTINGS)[0]
+    for value in bad:
+        history = learn(history, np.array([value]), SETTINGS)
+    assert limits_from(history, SETTINGS)[0] == before
+
+
+def test_a_level_that_lasts_becomes_the_history() -> None:
+    history = history_of(*[[1.0, 1.0]] * 20, *[[50.0, 1.0]] * SETTINGS.regime_steps)
+    assert limits_from(history, SETTINGS).tolist() == [200.0, 4.0]
+
+
+def test_a_level_that_is_interrupted_does_not() -> None:
+    steps = ([[50.0]] * (SETTINGS.regime_steps - 1) + [[1.0]]) * 3
+    assert limits_from(history_of(*[[1.0]] * 20, *steps), SETTINGS).tolist() == [4.0]
+
+
+def test_old_norms_are_forgotten() -> None:
+    history = history_of(*[[3.0]] * 32, *[[1.0]] * 32)
+    assert limits_from(history, SETTINGS).tolist() == [4.0]
+
+
+@given(st.lists(st.floats(0, 1e9, allow_nan=False), min_size=1, max_size=60), st.integers(0, 59))
+def test_a_saved_history_goes_on_as_if_nothing_had_happened(norms: list[float], cut: int) -> None:
+    whole = empty_history(("a",), SETTINGS)
+    resumed = whole
+    for step, norm in enumerate(norms):
+        if step == cut:
+            resumed = load_history(json.loads(json.dumps(dump_history(resumed))), ("a",), SETTINGS)
+        whole, resumed = learn(whole, np.array([norm]), SETTINGS), learn(resumed, np.array([norm]), SETTINGS)
+    assert dump_history(whole) == dump_history(resumed)
+
+
+def test_a_state_of_another_model_or_window_is_refused() -> None:
+    state = dump_history(history_of([1.0, 2.0]))
+    with pytest.raises(ValueError, match="another model or version"):
+        load_history(state, ("layer 0",), SETTINGS)
+    with pytest.raises(ValueError, match="use the settings it was saved with"):
+        load_history(state, ("layer 0", "layer 1"), LayerLimits(window=16))
+    with pytest.raises(ValueError, match="another model or version"):
+        load_history({}, ("layer 0",), SETTINGS)
+    with pytest.raises(ValueError, match="negative counts"):
+        load_history(state | {"num_accepted": [-1, 0]}, ("layer 0", "layer 1"), SETTINGS)
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"factor_of_max": 0.9}, "factors are"),
+        ({"factor_of_median": math.nan}, "factors are"),
+        ({"power": 0.5}, "power is 0.5"),
+        ({"num_warmup": 0}, "num_warmup is 0"),
+        ({"window": 4}, "num_warmup is 8 and window 4"),
+        ({"regime_steps": 40}, "regime_steps is 40"),
+        ({"by": "parameter"}, "expected 'block' or 'kind'"),
+    ],
+)
+def test_settings_that_cannot_be_meant_are_refused(settings: dict[str, float], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        LayerClip(**settings)  # type: ignore[arg-type]
+
+
+def test_no_layers_are_fine() -> None:
+    history = empty_history((), SETTINGS)
+    assert limits_from(learn(history, np.zeros(0), SETTINGS), SETTINGS).shape == (0,)
