@@ -20,13 +20,13 @@ list: ## list the targets
 
 install: $(INSTALLED) ## make .venv with all five distributions, editable
 
-# torch goes first and alone, with the version of constraints.txt: a range in somebody's
+# pip says errors only (-qq). torch goes first and alone, with the version of constraints.txt: a range in somebody's
 # requirements could otherwise pull a newer build of several gigabytes.
 $(INSTALLED): $(REQUIREMENTS)
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "installing into $(VENV); the first time takes some minutes"
-	@$(PIP) install --quiet "$$(grep '^torch==' constraints.txt)"
-	@$(PIP) install --quiet --requirement requirements-dev.txt
+	@$(PIP) install -qq "$$(grep '^torch==' constraints.txt)"
+	@$(PIP) install -qq --requirement requirements-dev.txt
 	@touch $@
 
 services: ## make sure that redis-server and chromium are there (tests of the real ones)
