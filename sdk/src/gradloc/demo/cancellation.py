@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from gradloc.demo.grpo import advantages, token_losses
 from gradloc.demo.model import response_logp
@@ -21,12 +22,18 @@ from gradloc.demo.settings import GROUP_SIZE, NUM_MICRO_BATCHES, rewards_of
 from gradloc.demo.task import PROMPT_LENGTH, RARE_IDS
 
 NUM_BLOCKS = 2  # the stream cancels after so many
-RESIDUAL_RMS = 1.5e-3
-RMS_TOLERANCE = 0.1
+RESIDUAL_RMS = 7e-4
+RMS_TOLERANCE = 0.05
+MAP_STEPS = 40
+ITERATIONS_MAX = 18  # where it converges, it has by then
+STARTS_MAX = 4
+ADVANTAGE_MIN = 0.5
 PLACES_MAX = 24  # tried at one step
-GROWTH_MIN = 50.0  # of the token's gradient over the healthy norm
+CONTINUATIONS = 4  # of one place
+EARLY_POSITIONS = 3  # further on, the model is too sure of the rest to learn from it
+GROWTH_MIN = 25.0  # of the answer's gradient over the healthy norm
 LOG_RATIO_MAX = 0.5  # of the token: the importance weight is not what makes this spike
-SHARE_MIN = 0.75  # of the answer's gradient: one token is the culprit, not its whole tail
+SHARE_MIN, SHARE_MAX = 0.75, 1.3  # of the answer's gradient: one token is the culprit, not its whole tail
 
 
 def lower_blocks(model: Any) -> Any:
@@ -38,46 +45,57 @@ def lower_blocks(model: Any) -> Any:
     return lower.requires_grad_(False)
 
 
-def cancelling_row(lower: Any, context_S: torch.Tensor, start_H: torch.Tensor, towards_H: torch.Tensor) -> torch.Tensor:
+def cancelling_row(
+    lower: Any, context_S: torch.Tensor, start_H: torch.Tensor, towards_H: torch.Tensor
+) -> torch.Tensor | None:
     """Embedding row of the context's last token such that the stream there is RESIDUAL_RMS * towards: float64 [H].
 
     Such a row exists for every context: the blocks add something bounded that depends on the row's
-    direction only, and minus that is a map of a ball into itself. Raises ValueError where L-BFGS fails.
+    direction only, and minus that is a map of a ball into itself. A few steps of that map from `start`,
+    then Levenberg-Marquardt; None where it ends elsewhere.
     """
-    fixed_1SH = lower.embed_tokens(context_S[None, :-1])
-    row_H = start_H.double().clone().requires_grad_(True)
+    before_SH = lower.embed_tokens(context_S[:-1])
     goal_H = RESIDUAL_RMS * towards_H.double()
-    optimizer = torch.optim.LBFGS(
-        [row_H],
-        lr=1.0,
-        max_iter=400,
-        history_size=64,
-        tolerance_grad=1e-14,
-        tolerance_change=1e-16,
-        line_search_fn="strong_wolfe",
-    )
+    row_H, damping = start_H.double(), 1e-2
+    for _ in range(MAP_STEPS):
+        row_H = row_H - 0.5 * _stream(lower, before_SH, row_H)
+    miss_H, jacobian_HH = _stream_and_jacobian(lower, before_SH, row_H)
+    miss_H = miss_H - goal_H
+    for _ in range(ITERATIONS_MAX):
+        if float(miss_H.square().mean().sqrt()) <= RMS_TOLERANCE * RESIDUAL_RMS:
+            return row_H
+        normal_HH = jacobian_HH.T @ jacobian_HH
+        normal_HH.diagonal().add_(damping)
+        tried_H = row_H - torch.linalg.solve(normal_HH, jacobian_HH.T @ miss_H)
+        stream_H, tried_jacobian_HH = _stream_and_jacobian(lower, before_SH, tried_H)
+        tried_miss_H = stream_H - goal_H
+        if float(tried_miss_H.norm()) < float(miss_H.norm()):
+            row_H, miss_H, jacobian_HH, damping = tried_H, tried_miss_H, tried_jacobian_HH, damping * 0.2
+        else:
+            damping *= 5.0
+    return None
 
-    def residual() -> torch.Tensor:
-        embedded_1SH = torch.cat([fixed_1SH, row_H[None, None]], dim=1)
-        return lower(inputs_embeds=embedded_1SH, use_cache=False).last_hidden_state[0, -1]  # type: ignore[no-any-return]
 
-    def closure() -> torch.Tensor:
-        optimizer.zero_grad()
-        loss = (residual() - goal_H).square().sum()
-        loss.backward()
-        return loss
+@torch.no_grad()
+def _stream(lower: Any, before_SH: torch.Tensor, row_H: torch.Tensor) -> torch.Tensor:
+    """The residual stream at the last position: float64 [H]."""
+    embedded_1SH = torch.cat([before_SH, row_H[None]])[None]
+    return lower(inputs_embeds=embedded_1SH, use_cache=False).last_hidden_state[0, -1]  # type: ignore[no-any-return]
 
-    optimizer.step(closure)
-    with torch.no_grad():
-        rms = float(residual().square().mean().sqrt())
-    if not abs(rms / RESIDUAL_RMS - 1) <= RMS_TOLERANCE:
-        raise ValueError(f"the stream's rms is {rms:.2e}, wanted {RESIDUAL_RMS:.2e}")
-    return row_H.detach()
+
+def _stream_and_jacobian(lower: Any, before_SH: torch.Tensor, row_H: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The residual stream at the last position [H] and its derivative by the row [H, H], in one backward."""
+    width = len(row_H)
+    rows_HH = row_H.expand(width, width).clone().requires_grad_(True)  # one copy for each output
+    embedded_HSH = torch.cat([before_SH.expand(width, -1, -1), rows_HH[:, None]], dim=1)
+    streams_HH = lower(inputs_embeds=embedded_HSH, use_cache=False).last_hidden_state[:, -1]
+    (jacobian_HH,) = torch.autograd.grad(streams_HH.diagonal().sum(), rows_HH)
+    return streams_HH[0].detach(), jacobian_HH
 
 
 @dataclass(frozen=True)
 class _Effect:
-    """What one answer's tokens do with the row in place. Norms are of the step's loss as one rank sees it."""
+    """What one answer's tokens do with the row in place: their gradient's norm, and the worst one's part in it."""
 
     worst_at: int
     norm: float
@@ -90,10 +108,11 @@ class LayerExplosion(PlannedFault):
 
     def attempt(self, moment: Moment) -> Deed | None:
         lower = lower_blocks(moment.model)
-        places = torch.nonzero(moment.rollouts.mask_BR[:, 1:-2]).tolist()
+        advantage_B = advantages(rewards_of(moment.rollouts), GROUP_SIZE)
+        rows = [row for row in range(len(advantage_B)) if abs(float(advantage_B[row])) >= ADVANTAGE_MIN]
+        places = [(row, at) for row in rows for at in range(1, 1 + EARLY_POSITIONS)]
         for index in self._rng.permutation(len(places))[:PLACES_MAX]:
-            row, at = places[int(index)][0], places[int(index)][1] + 1
-            deed = self._at(moment, lower, row, at)
+            deed = self._at(moment, lower, *places[int(index)])
             if deed is not None:
                 return deed
         return None
@@ -101,34 +120,43 @@ class LayerExplosion(PlannedFault):
     def _at(self, moment: Moment, lower: Any, row: int, at: int) -> Deed | None:
         token_id = RARE_IDS[int(self._rng.integers(len(RARE_IDS)))]
         context_S = torch.cat([moment.rollouts.ids_BT[row, : PROMPT_LENGTH + at], torch.tensor([token_id])])
+        row_H = self._row(moment, lower, context_S)
+        if row_H is None:
+            return None
+        scratch = copy.deepcopy(moment.model)
+        with torch.no_grad():
+            scratch.get_input_embeddings().weight[token_id] = row_H.float()
+            moment.copy.model.get_input_embeddings().weight[token_id] = row_H.to(torch.bfloat16)
+        for _ in range(CONTINUATIONS):
+            rollouts = moment.copy.resume(moment.rollouts, row, at, token_id)
+            effect = _effect(scratch, rollouts, row, norm_min=GROWTH_MIN * moment.healthy_norm)
+            if effect is not None and abs(effect.log_ratio) <= LOG_RATIO_MAX and SHARE_MIN <= effect.share <= SHARE_MAX:
+                num_rows = len(rollouts.problems) // NUM_MICRO_BATCHES
+                planted = {
+                    "micro_batch": row // num_rows,
+                    "sequence": row % num_rows,
+                    "token": PROMPT_LENGTH + effect.worst_at,
+                    "position": PROMPT_LENGTH + at,
+                    "layers": list(range(NUM_BLOCKS)),
+                    "log_ratio": effect.log_ratio,
+                    "growth": effect.norm / moment.healthy_norm,
+                    "row_rms": float(row_H.square().mean().sqrt()),
+                }
+                return Deed(rollouts, planted, embedding=(token_id, row_H))
+        return None
+
+    def _row(self, moment: Moment, lower: Any, context_S: torch.Tensor) -> torch.Tensor | None:
         width = moment.model.config.hidden_size
-        try:
+        for _ in range(STARTS_MAX):
             first_H = cancelling_row(lower, context_S, self._direction(width), self._direction(width))
+            if first_H is None:
+                continue
             # The copy's rounding is larger than what is left of the stream: aim where the copy sees it point.
             seen_H = _stream_of_copy(moment.copy.model, context_S, first_H)
             row_H = cancelling_row(lower, context_S, first_H, seen_H / seen_H.square().mean().sqrt())
-        except ValueError:
-            return None
-        with torch.no_grad():
-            moment.copy.model.get_input_embeddings().weight[token_id] = row_H.to(torch.bfloat16)
-        rollouts = moment.copy.resume(moment.rollouts, row, at, token_id)
-        effect = _effect(moment, rollouts, row, token_id, row_H)
-        if effect is None or effect.norm < GROWTH_MIN * moment.healthy_norm:
-            return None
-        if abs(effect.log_ratio) > LOG_RATIO_MAX or effect.share < SHARE_MIN:
-            return None
-        num_rows = len(rollouts.problems) // NUM_MICRO_BATCHES
-        planted = {
-            "micro_batch": row // num_rows,
-            "sequence": row % num_rows,
-            "token": PROMPT_LENGTH + effect.worst_at,
-            "position": PROMPT_LENGTH + at,
-            "layers": list(range(NUM_BLOCKS)),
-            "log_ratio": effect.log_ratio,
-            "growth": effect.norm / moment.healthy_norm,
-            "row_rms": float(row_H.square().mean().sqrt()),
-        }
-        return Deed(rollouts, planted, embedding=(token_id, row_H))
+            if row_H is not None:
+                return row_H
+        return None
 
     def _direction(self, width: int) -> torch.Tensor:
         drawn = self._rng.standard_normal(width)
@@ -144,27 +172,24 @@ def _stream_of_copy(model: Any, context_S: torch.Tensor, row_H: torch.Tensor) ->
     return states[NUM_BLOCKS][0, -1].double()  # type: ignore[no-any-return]
 
 
-def _effect(moment: Moment, rollouts: Rollouts, row: int, token_id: int, row_H: torch.Tensor) -> _Effect | None:
-    """What the answer's tokens would do, by their gradients on a copy of the trainer's weights; None: no learning."""
-    model = copy.deepcopy(moment.model)
-    with torch.no_grad():
-        model.get_input_embeddings().weight[token_id] = row_H.float()
-    advantage_B = advantages(rewards_of(rollouts), GROUP_SIZE)[row : row + 1]
+def _effect(model: Any, rollouts: Rollouts, row: int, *, norm_min: float) -> _Effect | None:
+    """What the answer's tokens would do with these weights; None where their gradient is under `norm_min`."""
+    advantage_1 = advantages(rewards_of(rollouts), GROUP_SIZE)[row : row + 1]
     logp_1R = response_logp(model, rollouts.ids_BT[row : row + 1])
     mask_1R, reported_1R = rollouts.mask_BR[row : row + 1], rollouts.logp_BR[row : row + 1]
-    losses_1R = token_losses(logp_1R, logp_1R.detach(), reported_1R, advantage_B, mask_1R) / rollouts.mask_BR.sum()
-    spots = torch.nonzero(mask_1R[0]).flatten().tolist()
+    num_tokens = dist.get_world_size() * rollouts.mask_BR.sum() if dist.is_initialized() else rollouts.mask_BR.sum()
+    losses_R = token_losses(logp_1R, logp_1R.detach(), reported_1R, advantage_1, mask_1R)[0] / num_tokens
     parameters = list(model.parameters())
-    gradients = [
-        torch.cat([g.flatten() for g in torch.autograd.grad(losses_1R[0, at], parameters, retain_graph=True)])
-        for at in spots
-    ]
-    norms = [float(gradient.norm()) for gradient in gradients]
-    worst = max(range(len(spots)), key=lambda index: norms[index])
-    whole = torch.stack(gradients).sum(dim=0)
-    square = float(whole.square().sum())
-    if not square > 0:
+
+    def gradient(loss: torch.Tensor) -> torch.Tensor:
+        return torch.cat([g.flatten() for g in torch.autograd.grad(loss, parameters, retain_graph=True)])
+
+    whole = gradient(losses_R.sum())
+    norm = float(whole.norm())
+    if not norm >= norm_min:
         return None
+    spots = torch.nonzero(mask_1R[0]).flatten().tolist()
+    shares = [float(gradient(losses_R[at]) @ whole) / norm**2 for at in spots]
+    worst = max(range(len(spots)), key=lambda index: shares[index])
     at = spots[worst]
-    share = float(gradients[worst] @ whole) / square
-    return _Effect(at, square**0.5, share, float(logp_1R[0, at] - reported_1R[0, at]))
+    return _Effect(at, norm, shares[worst], float(logp_1R[0, at].detach() - reported_1R[0, at]))

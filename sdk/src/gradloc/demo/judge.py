@@ -1,8 +1,9 @@
-"""The judge: who did it, by brute force.
+"""The judge: who did it, exactly.
 
-For every token of the step that was struck, the gradient of its own term of the loss by plain
-autograd, and its inner product with the gradient of the whole step. Shares none of gradloc's code:
-no capture, no finite differences, no snapshot.
+For every token of the step that was struck, the inner product of its own term's gradient with the
+gradient of the whole step, by plain autograd (twice backward; a test holds it against one backward a
+token). Shares none of gradloc's code: no capture, no finite differences, no snapshot. Shapes: B rows,
+R response positions, D parameters.
 """
 
 from dataclasses import dataclass
@@ -28,34 +29,43 @@ class Truth:
 
 
 def truth_of(testimony: Testimony) -> Truth:
-    """The truth of a struck step. Takes some seconds: one backward a token."""
+    """The truth of a struck step; takes a few seconds."""
     model = new_model(0)
     load_weights(model, testimony.weights)
-    model.train()
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    num_tokens = sum(int(part["mask_BR"].sum()) for rank in testimony.ranks for part in rank)
-    gradients: list[torch.Tensor] = []
-    places: list[Place] = []
-    for rank, micro_batches in enumerate(testimony.ranks):
-        for index, part in enumerate(micro_batches):
-            for row in range(len(part["ids_BT"])):
-                losses_R = _losses_of_row(model, part, row) / num_tokens
-                for at in torch.nonzero(part["mask_BR"][row]).flatten().tolist():
-                    pieces = torch.autograd.grad(losses_R[at], parameters, retain_graph=True)
-                    gradients.append(torch.cat([piece.flatten() for piece in pieces]))
-                    prompt_length = part["ids_BT"].shape[1] - part["mask_BR"].shape[1]
-                    places.append((rank, index, row, prompt_length + at))
-    whole = torch.stack(gradients).double().sum(dim=0) if gradients else torch.zeros(1)
-    square = float(whole @ whole)
-    shares = [float(gradient.double() @ whole) / square for gradient in gradients]
-    order = sorted(range(len(shares)), key=lambda index: -shares[index])
-    return Truth(places[order[0]], shares[order[0]], shares[order[1]], square**0.5, sum(shares))
+    parameters = list(model.parameters())
+    parts = {(rank, index): part for rank, parts in enumerate(testimony.ranks) for index, part in enumerate(parts)}
+    num_tokens = sum(int(part["mask_BR"].sum()) for part in parts.values())
+    whole = [torch.zeros_like(parameter) for parameter in parameters]
+    for part in parts.values():
+        for total, piece in zip(
+            whole, torch.autograd.grad(_losses(model, part).sum() / num_tokens, parameters), strict=True
+        ):
+            total += piece
+    square = float(sum(piece.double().square().sum() for piece in whole))
+    shares: list[tuple[float, Place]] = []
+    for (rank, index), part in parts.items():
+        products_BR = products(model, _losses(model, part) / num_tokens, whole)
+        prompt_length = part["ids_BT"].shape[1] - part["mask_BR"].shape[1]
+        for row, at in torch.nonzero(part["mask_BR"]).tolist():
+            shares.append((float(products_BR[row, at]) / square, (rank, index, row, prompt_length + at)))
+    shares.sort(reverse=True)
+    (best, place), (second, _) = shares[:2]
+    return Truth(place, best, second, square**0.5, sum(share for share, _ in shares))
 
 
-def _losses_of_row(model: torch.nn.Module, part: dict[str, torch.Tensor], row: int) -> torch.Tensor:
-    """Each token's term of the loss in one row, alone in its batch: [R]."""
-    one = slice(row, row + 1)
-    logp_1R = response_logp(model, part["ids_BT"][one])
-    return token_losses(
-        logp_1R, part["old_logp_BR"][one], part["rollout_logp_BR"][one], part["advantage_B"][one], part["mask_BR"][one]
-    )[0]
+def products(model: torch.nn.Module, losses_BR: torch.Tensor, direction: list[torch.Tensor]) -> torch.Tensor:
+    """Inner product of the gradient of each loss with `direction` (one tensor a parameter): [B, R].
+
+    <sum_i u_i grad l_i, v> is linear in u; its derivative by u_i is <grad l_i, v>.
+    """
+    weights_BR = torch.ones_like(losses_BR, requires_grad=True)
+    gradients = torch.autograd.grad((weights_BR * losses_BR).sum(), list(model.parameters()), create_graph=True)
+    product = sum((gradient * along).sum() for gradient, along in zip(gradients, direction, strict=True))
+    assert isinstance(product, torch.Tensor)
+    return torch.autograd.grad(product, weights_BR)[0]
+
+
+def _losses(model: torch.nn.Module, part: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Each token's term of the loss: [B, R]."""
+    logp_BR = response_logp(model, part["ids_BT"])
+    return token_losses(logp_BR, part["old_logp_BR"], part["rollout_logp_BR"], part["advantage_B"], part["mask_BR"])

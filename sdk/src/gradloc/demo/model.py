@@ -15,6 +15,7 @@ from gradloc.demo.task import PROMPT_LENGTH, RESPONSE_LENGTH, VOCABULARY
 
 NUM_LAYERS = 6
 WIDTH = 64
+EMBEDDING_STD = 0.5  # of the residual stream's own size: with 0.02 the lowest layers would take all of the gradient
 
 
 def new_model(seed: int) -> Any:
@@ -28,6 +29,7 @@ def new_model(seed: int) -> Any:
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=16,
+        rms_norm_eps=1e-7,
         max_position_embeddings=2 * (PROMPT_LENGTH + RESPONSE_LENGTH),
         tie_word_embeddings=False,
         pad_token_id=0,
@@ -35,7 +37,10 @@ def new_model(seed: int) -> Any:
         eos_token_id=None,
         attn_implementation="eager",
     )
-    return Qwen3ForCausalLM(config)
+    model = Qwen3ForCausalLM(config)
+    with torch.no_grad():
+        model.get_input_embeddings().weight.normal_(0.0, EMBEDDING_STD)
+    return model
 
 
 def save_weights(model: nn.Module, path: Path) -> None:

@@ -1,5 +1,8 @@
 """Supervised training before GRPO, just long enough that rewards are not all zero.
 
+The demonstrations are noisy: neighbouring digits are swapped now and then. So the model is sure of what
+cannot come next but not of what comes, and GRPO has something left to improve.
+
     python -m gradloc.demo.pretraining --seed 1 --out weights.safetensors
 
 One process, one thread; the result is a function of the seed.
@@ -17,9 +20,10 @@ import torch
 from gradloc.demo.model import new_model, response_logp, save_weights
 from gradloc.demo.task import NUM_PROMPTS, PAD, RESPONSE_LENGTH, problem
 
-NUM_STEPS = 80
-BATCH_ROWS = 64
-LEARNING_RATE = 3e-3
+NUM_STEPS = 260
+BATCH_ROWS = 32
+LEARNING_RATE = 4e-3
+SWAP_PROBABILITY = 0.2
 
 
 def pretrained(seed: int, progress: Callable[[int], None] = lambda step: None) -> Any:
@@ -46,10 +50,22 @@ def _batch(rng: np.random.Generator) -> tuple[torch.Tensor, torch.Tensor]:
     rows, masks = [], []
     for index in rng.integers(0, NUM_PROMPTS, BATCH_ROWS):
         asked = problem(int(index))
-        padding = RESPONSE_LENGTH - len(asked.answer)
-        rows.append([*asked.prompt, *asked.answer, *[PAD] * padding])
-        masks.append([1.0] * len(asked.answer) + [0.0] * padding)
+        shown = _demonstration(asked.answer, rng)
+        padding = RESPONSE_LENGTH - len(shown)
+        rows.append([*asked.prompt, *shown, *[PAD] * padding])
+        masks.append([1.0] * len(shown) + [0.0] * padding)
     return torch.tensor(rows), torch.tensor(masks)
+
+
+def _demonstration(answer: tuple[int, ...], rng: np.random.Generator) -> list[int]:
+    """The answer with neighbouring digits swapped now and then; <eos> stays last."""
+    shown, at = list(answer), 0
+    while at < len(shown) - 2:
+        if rng.random() < SWAP_PROBABILITY:
+            shown[at], shown[at + 1] = shown[at + 1], shown[at]
+            at += 1
+        at += 1
+    return shown
 
 
 @click.command()

@@ -6,7 +6,7 @@ from gradloc.demo.rollout import Rollouts
 from gradloc.demo.task import reward
 
 GROUP_SIZE = 8
-GROUPS_PER_RANK = 8
+GROUPS_PER_RANK = 4
 NUM_MICRO_BATCHES = 4
 LEARNING_RATE = 1e-4
 GRAD_NORM_MAX = 1.0
