@@ -138,8 +138,8 @@ def test_a_key_is_told_once(messages):
         (b'{"version": 99}', "version 99"),
         (b'{"version": 1}', "not a checkpoint"),
         (b'{"version": 1, "book": {"run_id": "r"}, "rules": {}}', "not a"),
-        (b'{"version": 1, "book": {"run_id": "r"}, "rules": {"globals": {"f8": "!", "columns": 3}}}', "not a"),
-        (b'{"version": 1, "book": {"run_id": "r"}, "rules": {"globals": {"f8": "AAAA", "columns": 0}}}', "not a"),
+        (b'{"version": 1, "book": {"run_id": "r"}, "rules": []}', "not a"),
+        (b'{"version": 1, "book": {"run_id": "../r", "attempt": "x"}, "rules": {}}', "not a"),
         (b"[" * 100_000, "not a checkpoint"),
     ],
 )

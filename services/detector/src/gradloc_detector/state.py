@@ -3,14 +3,11 @@
 Bounded for any length of run. Pure: no I/O, no clock; `clock` is the time of the last Tick read.
 """
 
-import base64
-import binascii
 import json
 import math
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
-import numpy as np
 from pydantic import Field
 
 from gradloc_proto import rules
@@ -166,7 +163,7 @@ def dump(state: DetectorState) -> bytes:
     document = {
         "version": STATE_VERSION,
         "book": state.book.model_dump(mode="json"),
-        "rules": _packed(rules.dump_state(state.baselines)),
+        "rules": rules.dump_state(state.baselines),
     }
     return json.dumps(document, separators=(",", ":")).encode()
 
@@ -179,33 +176,10 @@ def load(data: bytes) -> DetectorState:
             found = document.get("version") if isinstance(document, dict) else type(document).__name__
             raise StateRejected(f"checkpoint of version {str(found)[:20]}, expected {STATE_VERSION}")
         book = Book.model_validate(document["book"])
-        return DetectorState(book, rules.load_state(_unpacked(document["rules"])))
+        return DetectorState(book, rules.load_state(document["rules"]))
     except StateRejected:
         raise
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         # pydantic's and json's errors are ValueErrors; their first line never holds more than field names.
         reason = str(error).split("\n", maxsplit=1)[0][:200]
         raise StateRejected(f"not a checkpoint of the detector: {reason}; expected what it wrote itself") from None
-
-
-def _packed(value: Any) -> Any:
-    """`value` with each matrix of numbers as base64 of float64: a third of the size, and exact."""
-    if isinstance(value, dict):
-        return {name: _packed(item) for name, item in value.items()}
-    if isinstance(value, list) and value and all(isinstance(row, list) and row for row in value):
-        matrix = np.array([[math.nan if cell is None else cell for cell in row] for row in value], dtype="<f8")
-        return {"f8": base64.b64encode(matrix.tobytes()).decode(), "columns": matrix.shape[1]}
-    return value
-
-
-def _unpacked(value: Any) -> Any:
-    if not isinstance(value, dict):
-        return value
-    if set(value) != {"f8", "columns"}:
-        return {name: _unpacked(item) for name, item in value.items()}
-    try:
-        flat = np.frombuffer(base64.b64decode(value["f8"], validate=True), dtype="<f8")
-    except binascii.Error as error:
-        raise ValueError(f"matrix: {error}") from None
-    rows = flat.reshape(-1, int(value["columns"])).tolist()
-    return [[cell if math.isfinite(cell) else None for cell in row] for row in rows]

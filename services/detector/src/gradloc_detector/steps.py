@@ -41,8 +41,9 @@ def observed(state: DetectorState, message: StepObserved, policy: Policy) -> tup
     # A spike inside the detector's own warm-up that only the trainer could see must not become the baseline.
     if own or not flags or limits.norm is not None:
         learnt = rules.learn(state.baselines, observation, own)
-        # A late step must not take the version back: readers keep the highest.
-        state = replace(state, baselines=replace(learnt, version=max(learnt.version, state.baselines.version)))
+        if learnt.version < state.baselines.version:  # a late step; readers keep the highest version
+            learnt = replace(learnt, version=state.baselines.version)
+        state = replace(state, baselines=learnt)
     book, more = _published(book, state.baselines, message.step, policy)
     return replace(state, book=book), effects + more
 
