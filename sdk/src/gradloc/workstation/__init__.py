@@ -1,0 +1,1 @@
+"""All services of gradloc on one machine: `gradloc up`, and the stage of the demo."""
