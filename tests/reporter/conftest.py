@@ -150,7 +150,7 @@ def a_finding(**values: Any) -> m.Finding:
             micro_batch=0,
             sequence=2,
             first_position=280,
-            token_ids=tuple(range(1000, 1120)),
+            token_ids=tuple(13708 if index == 78 else 1000 + index for index in range(120)),
             token_texts=tuple(texts),
             shares=tuple(shares),
         ),

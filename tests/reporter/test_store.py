@@ -82,7 +82,7 @@ def a_whole_story(kit: Any) -> list[m.Message]:
     ]
 
 
-@settings(max_examples=40)
+@settings(max_examples=15)
 @given(seed=st.integers(0, 2**32), batch=st.integers(1, 30))
 def test_order_repetition_and_batching_change_nothing(kit: Any, tmp_path: Path, seed: int, batch: int) -> None:
     messages = a_whole_story(kit)

@@ -47,8 +47,6 @@ def reporter(
 
     A Slack bot's token comes from GRADLOC_SLACK_TOKEN, an incoming webhook from GRADLOC_SLACK_WEBHOOK.
     """
-    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(message)s")
-    logging.getLogger("alembic").setLevel(logging.WARNING)
     try:
         slack = slack_settings(
             token=os.environ.get("GRADLOC_SLACK_TOKEN") or None,
@@ -72,6 +70,8 @@ def reporter(
 
 def _serve(service: Reporter, bus: RedisBus) -> int:
     """Run until SIGTERM or SIGINT (exit code 0) or until a part fails (1)."""
+    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(message)s")
+    logging.getLogger("alembic").setLevel(logging.WARNING)
     ending = threading.Event()
 
     def end(_signal: int, _frame: FrameType | None) -> None:

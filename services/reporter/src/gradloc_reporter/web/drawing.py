@@ -100,6 +100,12 @@ class Link:
     share: float | None
     text: str | None = None
 
+    @property
+    def width(self) -> float:
+        """Of the share's bar, in per cent."""
+        share = 0.0 if self.share is None or not math.isfinite(self.share) else self.share
+        return 100 * min(max(share, 0.0), 1.0)
+
 
 # --- scales ------------------------------------------------------------------------------------
 
@@ -122,6 +128,7 @@ def log_scale(values: Iterable[float | None]) -> tuple[Callable[[float], float],
 
 def _nice(low: float, high: float) -> list[float]:
     """Three to seven round numbers between two exponents."""
+    low, high = max(low, -300.0), min(high, 308.0)  # what a float can say
     every = max(1, math.ceil((high - low) / 6))
     decades = [10.0**exponent for exponent in range(math.ceil(low), math.floor(high) + 1) if exponent % every == 0]
     if len(decades) >= 3:
