@@ -51,7 +51,7 @@ format: install ## ruff, with repairs
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: install ## every benchmark; one JSON object a line (BENCH_FLAGS= for people)
+bench: install ## every benchmark, one after the other; the longest take hours (BENCH_FLAGS= for people)
 	@set -e; for script in benchmarks/*.py; do echo "$$script"; $(BIN)/python "$$script" $(BENCH_FLAGS); done
 
 schema: install ## write the JSON Schemas and the sample bytes of the current message version

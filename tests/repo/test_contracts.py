@@ -53,6 +53,7 @@ def test_all_contracts_hold(copy: Path):
     assert result.returncode == 0, result.stdout
 
 
+RULES = "proto/src/gradloc_proto/rules/judgement.py"
 BREACHES = {
     "detector imports torch": ("services/detector/src/gradloc_detector/fold.py", "import torch", "torch"),
     "detector imports Ray": ("services/detector/src/gradloc_detector/dispatch.py", "import ray", "ray"),
@@ -65,8 +66,8 @@ BREACHES = {
     "sdk imports a service": ("sdk/src/gradloc/layers.py", "import gradloc_reporter", "gradloc_reporter"),
     "sdk imports Ray": ("sdk/src/gradloc/layers.py", "import ray", "ray"),
     "proto imports the sdk": ("proto/src/gradloc_proto/streams.py", "import gradloc", "gradloc"),
-    "a rule reads the clock": ("proto/src/gradloc_proto/rules.py", "import time", "time"),
-    "a rule reads a file": ("proto/src/gradloc_proto/rules.py", "from pathlib import Path", "pathlib"),
+    "a rule reads the clock": (RULES, "import time", "time"),
+    "a rule reads a file": (RULES, "from pathlib import Path", "pathlib"),
     "the fold reads the clock": ("services/detector/src/gradloc_detector/fold.py", "import time", "time"),
     "the fold calls Redis": (
         "services/detector/src/gradloc_detector/fold.py",

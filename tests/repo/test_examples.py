@@ -47,11 +47,10 @@ def test_the_plain_loop_trains_on_where_no_redis_answers(repository: Path):
 
 
 @pytest.mark.parametrize("name", BENCHMARKS)
-def test_every_benchmark_says_its_claim_and_speaks_json(name: str, repository: Path):
-    result = run(repository, f"benchmarks/{name}", "--help")
-    assert result.returncode == 0, result.stderr
-    assert "Claim:" in result.stdout
-    assert "--json" in result.stdout
+def test_every_benchmark_opens_with_what_it_shows_and_speaks_json(name: str, repository: Path):
+    source = (repository / "benchmarks" / name).read_text()
+    assert source.startswith('"""')
+    assert "--json" in source
 
 
 @pytest.mark.full
