@@ -1,1 +1,1 @@
-"""All services of gradloc on one machine: `gradloc up`, and the stage of the demo."""
+"""All services on one machine, as processes: Redis, Ray with a spare pool, detector and reporter."""

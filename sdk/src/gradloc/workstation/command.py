@@ -1,104 +1,109 @@
-"""`gradloc up`: all services on one workstation, until Ctrl-C."""
+"""`gradloc up`: all services on this workstation until Ctrl-C."""
 
 import json
-import os
-import signal
-import threading
+import sys
 from pathlib import Path
-from types import FrameType
-from typing import Literal
 
 import click
 from rich.console import Console
 from rich.panel import Panel
+from rich.status import Status
+from rich.text import Text
 
-from gradloc.workstation.processes import StartFailed
-from gradloc.workstation.station import Plan, Station, station, wait_for_services
-from gradloc_proto.redis_bus import display_url
+from gradloc.workstation.processes import StartFailed, interruptible
+from gradloc.workstation.services import Plan, Workstation
 
-_WATCH_INTERVAL_S = 1.0
+DEFAULT_FOLDER = Path(".gradloc")
+EXIT_BAD_INPUT = 2
 
 
 @click.command(name="up")
+@click.option("--redis", "redis_url", envvar="GRADLOC_REDIS_URL", help="Redis to use; an own one is started if absent.")
+@click.option("--store", help="Where snapshots go, any fsspec URL; a folder under --folder if absent.")
 @click.option(
-    "--redis", "redis_url", default=None, metavar="URL", help="Your Redis; an embedded one is started without it."
+    "--port", type=click.IntRange(0, 65_535), default=8321, show_default=True, help="Of page and REST; 0: any."
 )
-@click.option("--store", "store_url", default=None, metavar="URL", help="Where snapshots go; below --data without it.")
 @click.option(
-    "--data",
-    "data_dir",
+    "--folder",
     type=click.Path(path_type=Path, file_okay=False),
-    default=Path(".gradloc"),
+    default=DEFAULT_FOLDER,
     show_default=True,
-    help="Folder for the database, logs, the embedded Redis and snapshots.",
+    help="Data and logs.",
 )
-@click.option(
-    "--port", type=click.IntRange(0, 65535), default=8321, show_default=True, help="Port of page and REST; 0: any."
-)
-@click.option("--num-cpus", type=click.IntRange(1), default=2, show_default=True, help="CPUs of the localizer's pool.")
+@click.option("--num-cpus", type=click.IntRange(1, 1024), default=2, show_default=True, help="CPUs for localizations.")
 @click.option("--strategy", type=click.Choice(["attribution", "bisect"]), default="attribution", show_default=True)
-@click.option("--slack-channel", default=None, metavar="ID", help="With a bot's token in GRADLOC_SLACK_TOKEN.")
+@click.option("--slack-channel", metavar="ID", help="Slack channel; the bot's token is in GRADLOC_SLACK_TOKEN.")
 @click.option("--json", "as_json", is_flag=True, help="Print the addresses as one line of JSON.")
 def up(
     redis_url: str | None,
-    store_url: str | None,
-    data_dir: Path,
+    store: str | None,
     port: int,
+    folder: Path,
     num_cpus: int,
-    strategy: Literal["attribution", "bisect"],
+    strategy: str,
     slack_channel: str | None,
     as_json: bool,
 ) -> None:
-    """Run Redis, detector, localizer pool and reporter on this machine until Ctrl-C.
-
-    Prints what to put into a training script.
-    """
+    """Run Redis, Ray, detector and reporter on this machine until Ctrl-C."""
     console = Console(stderr=True)
-    redis_url = redis_url or os.environ.get("GRADLOC_REDIS_URL") or None
-    stop = threading.Event()
-
-    def end(number: int, frame: FrameType | None) -> None:
-        stop.set()
-
-    plan = Plan(data_dir, redis_url, store_url, port, num_cpus, strategy, slack_channel)
-    try:
-        with console.status("starting ...") as status, station(plan, lambda text: status.update(text)) as running:
-            for number in (signal.SIGTERM, signal.SIGINT):
-                signal.signal(number, end)
-            wait_for_services(running, lambda text: status.update(text))
-            status.stop()
-            _announce(running, as_json, console)
-            while not stop.wait(_WATCH_INTERVAL_S):
-                for child in running.services_that_ended():
-                    raise StartFailed(f"{child.name} ended; its log {child.log} ends with:\n{child.last_lines()}")
-            console.print("ending ...")
-    except (StartFailed, FileNotFoundError) as error:
-        raise click.ClickException(str(error)) from None
-    except (ConnectionError, ValueError) as error:
-        where = display_url(redis_url) if redis_url else "the embedded Redis"
-        raise click.UsageError(f"{where}: {error}") from None
-
-
-def _announce(running: Station, as_json: bool, console: Console) -> None:
-    if as_json:
-        addresses = {
-            "redis": display_url(running.redis_url),
-            "store": running.store_url,
-            "page": running.reporter_url,
-            "ray": running.ray.address,
-            "detector_metrics": f"{running.detector_url}/metrics",
-        }
-        click.echo(json.dumps(addresses))
-        return
-    text = (
-        f"page and REST   {running.reporter_url}\n"
-        f"metrics         {running.reporter_url}/metrics  {running.detector_url}/metrics\n\n"
-        "In the training script:\n\n"
-        '  probe = gradloc.watch(model, optimizer, run="my-run",\n'
-        f'                        redis="{display_url(running.redis_url)}",\n'
-        f'                        store="{running.store_url}")\n'
-        "  probe.tokens(logp, ids, mask, ...)   # per micro-batch, before backward\n"
-        "  probe.observe(loss=...)              # per step, before clipping\n\n"
-        "Ctrl-C ends all of it."
+    slack = ("--slack-channel", slack_channel) if slack_channel else ()
+    plan = Plan(
+        folder=folder.resolve(),
+        redis_url=redis_url,
+        store=store,
+        reporter_port=port,
+        num_cpus=num_cpus,
+        strategy=strategy,
+        reporter_arguments=slack,
     )
-    console.print(Panel(text, title="gradloc is up", expand=False))
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with interruptible(), console.status("starting Redis") as status:
+            _run(Workstation(plan, on_stage=lambda stage: status.update(f"starting {stage}")), status, as_json=as_json)
+    except KeyboardInterrupt:
+        console.print("ended")
+    except (ValueError, StartFailed, OSError) as error:
+        click.echo(f"gradloc up: {str(error).splitlines()[0]}", err=True)
+        sys.exit(1 if isinstance(error, StartFailed) else EXIT_BAD_INPUT)
+
+
+def _run(workstation: Workstation, status: Status, *, as_json: bool) -> None:
+    with workstation:
+        status.update("waiting for Ray")
+        workstation.wait_ray()
+        status.stop()
+        if as_json:
+            click.echo(json.dumps(_addresses(workstation)))
+        else:
+            Console().print(_guide(workstation))
+        workstation.watch()
+
+
+def _addresses(workstation: Workstation) -> dict[str, str]:
+    assert workstation.ray is not None
+    return {
+        "redis": workstation.redis_url,
+        "store": workstation.store_url,
+        "page": workstation.reporter_url,
+        "rest": f"{workstation.reporter_url}/api/v1",
+        "metrics": f"{workstation.reporter_url}/metrics",
+        "ray": workstation.ray.address,
+        "logs": str(workstation.logs),
+    }
+
+
+def _guide(workstation: Workstation) -> Panel:
+    text = Text.assemble(
+        "Put this into the training script:\n\n",
+        (
+            f'    probe = gradloc.watch(model, optimizer, run="my-run",\n'
+            f'                          redis="{workstation.redis_url}",\n'
+            f'                          store="{workstation.store_url}")\n',
+            "bold",
+        ),
+        f"\nPage   {workstation.reporter_url}\n",
+        f"REST   {workstation.reporter_url}/api/v1\n",
+        f"Logs   {workstation.logs}\n\n",
+        f"Watch a run with: gradloc tail my-run --redis {workstation.redis_url}\nCtrl-C ends all of it.",
+    )
+    return Panel(text, title="gradloc is up")

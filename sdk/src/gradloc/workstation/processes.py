@@ -1,146 +1,123 @@
-"""Child processes that end with us: each in a session of its own, logs in files, ended by pid.
+"""Processes that this one starts, watches and ends: by their ids, in order, leaving none behind.
 
-Knows nothing of what runs in them. `end` takes the last started first: a service goes before what it
-needs. Descendants that a child leaves behind (Ray's workers) are ended as well, by their own pids.
+Knows nothing of what they do. Each gets a session of its own and a mark in its environment; on Linux
+whoever still carries the mark when its process has ended is ended as well (Ray's workers leave their
+parents' groups).
 """
 
 import contextlib
 import os
+import secrets
 import signal
 import socket
 import subprocess
 import time
-import urllib.error
-import urllib.request
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-import psutil
-
-END_TIMEOUT_S = 15.0
-_POLL_S = 0.1
-_LOG_TAIL_LINES = 5
+MARK = "GRADLOC_WORKSTATION_MARK"
+_POLL_S = 0.05
+_LOG_TAIL_CHARACTERS = 300
 
 
 class StartFailed(RuntimeError):
-    """A child ended or stayed silent where it should have become ready; the text says where its log is."""
+    """A process ended or did not become ready in time; the text is one line for the user."""
 
 
-@dataclass(frozen=True)
-class Child:
-    """One child process and its log."""
-
-    name: str
-    process: subprocess.Popen[bytes]
-    log: Path
-
-    @property
-    def is_running(self) -> bool:
-        return self.process.poll() is None
-
-    def last_lines(self) -> str:
-        with contextlib.suppress(OSError):
-            lines = self.log.read_text(errors="replace").strip().splitlines()
-            return "\n".join(lines[-_LOG_TAIL_LINES:])
-        return ""
+def free_port() -> int:
+    """A port of the loopback interface that was free a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
-class Processes:
-    """A set of children; use it as a context manager so that nothing outlives us."""
+class Process:
+    """One process with its log file. `end` is idempotent."""
 
-    def __init__(self, log_dir: Path) -> None:
-        self._log_dir = log_dir
-        self._children: list[Child] = []
-        log_dir.mkdir(parents=True, exist_ok=True)
-
-    def __enter__(self) -> "Processes":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.end()
-
-    @property
-    def children(self) -> tuple[Child, ...]:
-        return tuple(self._children)
-
-    def start(self, name: str, command: Sequence[str], *, env: Mapping[str, str] | None = None) -> Child:
-        """Start `command` with our environment and `env` on top of it."""
-        log = self._log_dir / f"{name}.log"
-        with log.open("ab") as out:
-            process = subprocess.Popen(
+    def __init__(self, name: str, command: Sequence[str], log: Path, env: Mapping[str, str] | None = None) -> None:
+        self.name = name
+        self.log = log
+        self._mark = secrets.token_hex(12)
+        with log.open("ab") as output:
+            self._process = subprocess.Popen(
                 list(command),
                 stdin=subprocess.DEVNULL,
-                stdout=out,
+                stdout=output,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, **(env or {})},
-                start_new_session=True,  # Ctrl-C is ours to hand on, in order
+                env={**os.environ, **(env or {}), MARK: self._mark},
+                start_new_session=True,
             )
-        child = Child(name, process, log)
-        self._children.append(child)
-        return child
 
-    def end(self) -> None:
-        """End all children, the last started first; idempotent."""
-        while self._children:
-            end_child(self._children.pop())
+    @property
+    def pid(self) -> int:
+        return self._process.pid
 
+    @property
+    def returncode(self) -> int | None:
+        """Exit code, None while it runs."""
+        return self._process.poll()
 
-def end_child(child: Child, timeout_s: float = END_TIMEOUT_S) -> None:
-    """Ask the child to end, then make it and whatever it started end."""
-    family = _family(child.process.pid)
-    if child.is_running:
-        child.process.send_signal(signal.SIGTERM)
+    def wait_ready(self, ready: Callable[[], bool], *, timeout_s: float) -> None:
+        """Return once `ready()`. Raises StartFailed."""
+        deadline = time.monotonic() + timeout_s
+        while not ready():
+            if self.returncode is not None:
+                raise StartFailed(f"{self.name} ended at its start (exit code {self.returncode}): {self.last_words()}")
+            if time.monotonic() > deadline:
+                raise StartFailed(f"{self.name} was not ready within {timeout_s:.0f} s; see {self.log}")
+            time.sleep(_POLL_S)
+
+    def wait(self, *, timeout_s: float) -> int | None:
+        """Exit code, or None when it still runs after `timeout_s`."""
         with contextlib.suppress(subprocess.TimeoutExpired):
-            child.process.wait(timeout=timeout_s)
-    for member in family:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            if member.pid != child.process.pid:
-                member.terminate()
-    _, left = psutil.wait_procs(family, timeout=3.0)
-    for member in left:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            member.kill()
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        child.process.wait(timeout=timeout_s)
+            return self._process.wait(timeout=timeout_s)
+        return None
+
+    def last_words(self) -> str:
+        """The last line of its log that says something, for an error message."""
+        lines = [line.strip() for line in self.log.read_text(errors="replace").splitlines() if line.strip()]
+        return lines[-1][-_LOG_TAIL_CHARACTERS:] if lines else "(its log is empty)"
+
+    def kill(self) -> None:
+        """End it at once, as a crash would."""
+        self._process.kill()
+        self._process.wait()
+
+    def end(self, *, grace_s: float = 8.0) -> None:
+        """Ask it to end, wait `grace_s`, then end it and whatever it started."""
+        if self.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.terminate()
+            self.wait(timeout_s=grace_s)
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, signal.SIGKILL)
+        self._process.wait()
+        for pid in _marked(self._mark):
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
 
 
-def _family(pid: int) -> list[psutil.Process]:
+def _marked(mark: str) -> list[int]:
+    """Processes whose environment carries the mark; none where there is no /proc."""
+    needle = f"{MARK}={mark}".encode()
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if needle in (folder / "environ").read_bytes():
+                found.append(int(folder.name))
+    return found
+
+
+@contextlib.contextmanager
+def interruptible() -> Iterator[None]:
+    """SIGTERM and SIGHUP end the block as Ctrl-C does, so that nothing is left running."""
+
+    def interrupt(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    before = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGHUP)}
     try:
-        root = psutil.Process(pid)
-        return [root, *root.children(recursive=True)]
-    except psutil.NoSuchProcess:
-        return []
-
-
-def wait_until_ready(child: Child, is_ready: Callable[[], bool], *, timeout_s: float) -> None:
-    """Wait for `is_ready`. Raises StartFailed when the child ends first or the time is up."""
-    deadline = time.monotonic() + timeout_s
-    while not is_ready():
-        if not child.is_running:
-            raise StartFailed(
-                f"{child.name} ended with code {child.process.returncode} while starting; "
-                f"its log {child.log} ends with:\n{child.last_lines()}"
-            )
-        if time.monotonic() > deadline:
-            raise StartFailed(f"{child.name} was not ready after {timeout_s:.0f} s; see its log {child.log}")
-        time.sleep(_POLL_S)
-
-
-def answers_http(url: str, token: str | None = None) -> bool:
-    """Whether a GET of `url` is answered with 200 now."""
-    request = urllib.request.Request(url, headers={"Authorization": f"Bearer {token}"} if token else {})
-    try:
-        with urllib.request.urlopen(request, timeout=2.0) as answer:
-            return bool(answer.status == 200)
-    except (urllib.error.URLError, OSError, ValueError):
-        return False
-
-
-def free_ports(number: int) -> list[int]:
-    """Free loopback ports, distinct; held together while they are looked for."""
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(number)]
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        return [int(one.getsockname()[1]) for one in sockets]
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,61 +1,84 @@
-"""A Ray head on this machine, with a `spare_gpu` resource for the localizer's jobs.
+"""A Ray head on this machine with a `spare_gpu` resource, as a process. Ray itself is never imported.
 
-Own ports, own short folder (Unix sockets allow 107 characters), a token of its own. Ended by pid:
-`ray stop` would end every Ray of the machine.
+It is ended by its process ids: `ray stop` would end every Ray of the machine.
 """
 
+import json
 import os
 import secrets
 import shutil
 import sys
 import tempfile
-from dataclasses import dataclass
+import urllib.error
+import urllib.request
+from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
 
-from gradloc.workstation.processes import Child, Processes, answers_http, free_ports, wait_until_ready
+from gradloc.workstation.processes import Process, StartFailed, free_port
 
-READY_TIMEOUT_S = 120.0  # 10 to 21 s were measured on an idle machine
-OBJECT_STORE_BYTES = 100_000_000  # the job needs no object store; Ray would take a third of the memory
+READY_TIMEOUT_S = 120.0
+OBJECT_STORE_BYTES = 100_000_000  # localizations pass files, not objects
+_SOCKET_PATH_MAX = 107  # of a unix socket on Linux; macOS has 103
+_SOCKET_NAME = "/session_2026-01-01_00-00-00_000000_0000000/sockets/plasma_store"
 
 
-@dataclass(frozen=True)
 class RayHead:
-    """Address of the Jobs API and the token it asks for."""
+    """`address` is the dashboard with the Jobs API; `token` opens it (Authorization: Bearer)."""
 
-    child: Child
-    address: str
-    token: str
-    folder: Path
+    def __init__(self, log: Path, *, num_cpus: int, job_env: Mapping[str, str]) -> None:
+        if find_spec("ray") is None:
+            raise StartFailed("Ray is not installed; install gradloc[local]")
+        self.token = secrets.token_hex(32)
+        self._folder = Path(tempfile.mkdtemp(prefix="gl-"))
+        if len(str(self._folder) + _SOCKET_NAME) > _SOCKET_PATH_MAX:
+            shutil.rmtree(self._folder)
+            raise StartFailed(
+                f"the folder for temporary files, {self._folder.parent}, has too long a name for Ray's sockets; "
+                "set TMPDIR to a shorter one"
+            )
+        port = free_port()
+        self.address = f"http://127.0.0.1:{port}"
+        options = {
+            "--node-ip-address": "127.0.0.1",
+            "--port": str(free_port()),
+            "--dashboard-host": "127.0.0.1",
+            "--dashboard-port": str(port),
+            "--dashboard-agent-listen-port": str(free_port()),
+            "--dashboard-agent-grpc-port": str(free_port()),
+            "--metrics-export-port": str(free_port()),
+            "--runtime-env-agent-port": str(free_port()),
+            "--ray-client-server-port": str(free_port()),
+            "--num-cpus": str(num_cpus),
+            "--num-gpus": "0",
+            "--resources": json.dumps({"spare_gpu": 1}),
+            "--object-store-memory": str(OBJECT_STORE_BYTES),
+            "--temp-dir": str(self._folder),
+        }
+        words = [word for option in options.items() for word in option]
+        env = {
+            **job_env,
+            "RAY_AUTH_MODE": "token",
+            "RAY_AUTH_TOKEN": self.token,
+            "RAY_USAGE_STATS_ENABLED": "0",
+            # Jobs run what the head's PATH calls python.
+            "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)]),
+        }
+        command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", "--disable-usage-stats"]
+        self.process = Process("ray", [*command, *words], log, env)
 
-    def wait(self) -> None:
-        """Wait until jobs can be submitted. Raises StartFailed."""
-        wait_until_ready(
-            self.child, lambda: answers_http(f"{self.address}/api/version", self.token), timeout_s=READY_TIMEOUT_S
-        )
+    def wait_ready(self) -> None:
+        self.process.wait_ready(self.answers, timeout_s=READY_TIMEOUT_S)
 
-    def forget(self) -> None:
-        """Remove its folder, after it has ended."""
-        shutil.rmtree(self.folder, ignore_errors=True)
+    def answers(self) -> bool:
+        """Whether the Jobs API lists its jobs."""
+        request = urllib.request.Request(f"{self.address}/api/jobs/", headers={"Authorization": f"Bearer {self.token}"})
+        try:
+            with urllib.request.urlopen(request, timeout=2) as reply:
+                return bool(reply.status == 200)
+        except (urllib.error.URLError, OSError):
+            return False
 
-
-def start_ray(processes: Processes, redis_url: str, *, num_cpus: int, num_spare_gpus: int = 1) -> RayHead:
-    """Start a head; not ready yet (`wait`). Jobs find the Redis URL in their environment, not in arguments."""
-    gcs, dashboard, client, agent_grpc, agent_http = free_ports(5)
-    folder = Path(tempfile.mkdtemp(prefix="glr"))
-    token = secrets.token_hex(32)
-    bin_dir = str(Path(sys.executable).parent)
-    command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block"]
-    command += ["--node-ip-address", "127.0.0.1", "--port", str(gcs), "--ray-client-server-port", str(client)]
-    command += ["--dashboard-host", "127.0.0.1", "--dashboard-port", str(dashboard)]
-    command += ["--dashboard-agent-grpc-port", str(agent_grpc), "--dashboard-agent-listen-port", str(agent_http)]
-    command += ["--temp-dir", str(folder), "--num-cpus", str(num_cpus), "--num-gpus", "0"]
-    command += ["--resources", f'{{"spare_gpu": {num_spare_gpus}}}', "--object-store-memory", str(OBJECT_STORE_BYTES)]
-    command += ["--disable-usage-stats"]
-    env = {
-        "GRADLOC_REDIS_URL": redis_url,
-        "RAY_AUTH_MODE": "token",
-        "RAY_AUTH_TOKEN": token,
-        "PATH": bin_dir + os.pathsep + os.environ.get("PATH", ""),  # the jobs' `python` is ours
-    }
-    child = processes.start("ray", command, env=env)
-    return RayHead(child, f"http://127.0.0.1:{dashboard}", token, folder)
+    def end(self) -> None:
+        self.process.end()
+        shutil.rmtree(self._folder, ignore_errors=True)

@@ -1,0 +1,241 @@
+"""One performance of the demo: services, pretraining, two ranks of GRPO, and what came of it.
+
+    with perform(script, tell) as played: ...     # services are up until the block ends
+
+Watches from outside, as a user would: the training's progress file, the reporter's REST, the Slack
+endpoint. Knows neither which fault was planned for whom nor the truth: that is the judge's.
+"""
+
+import contextlib
+import json
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from gradloc.demo import faults
+from gradloc.demo.slack import CHANNEL, TOKEN, SlackEndpoint
+from gradloc.workstation.processes import Process, StartFailed
+from gradloc.workstation.services import Plan, Workstation
+
+WORLD_SIZE = 2
+PRETRAINING_TIMEOUT_S = 300.0
+TRAINING_TIMEOUT_S = 900.0
+FINDING_TIMEOUT_S = 300.0
+QUIET_TIMEOUT_S = 60.0  # for services to have read a finished run to its end
+_POLL_S = 0.1
+
+
+@dataclass(frozen=True)
+class Script:
+    """What to play."""
+
+    fault: str
+    seed: int
+    num_steps: int
+    strategy: Literal["attribution", "bisect"] = "attribution"
+    kill_redis_at_step: int | None = None
+
+    @property
+    def run_id(self) -> str:
+        return f"grpo-sort-{self.seed}"
+
+
+@dataclass(frozen=True)
+class Told:
+    """Progress for whoever looks: a stage, and how far training is (None outside of it)."""
+
+    text: str
+    step: int | None = None
+    grad_norm: float | None = None
+
+
+@dataclass
+class Played:
+    """What was seen. Times are seconds since the epoch."""
+
+    work: Path
+    station: Workstation
+    slack: SlackEndpoint
+    step_times: list[float] = field(default_factory=list)
+    outcomes: list[dict[str, Any]] = field(default_factory=list)
+    incidents: list[dict[str, Any]] = field(default_factory=list)
+    incident: dict[str, Any] | None = None
+    alert_at: float | None = None
+    culprit_at: float | None = None
+    redis_killed: bool = False
+
+    @property
+    def judge_dir(self) -> Path:
+        return self.work / "judge"
+
+    @property
+    def finding(self) -> dict[str, Any] | None:
+        return None if self.incident is None else self.incident.get("finding")
+
+
+@contextlib.contextmanager
+def perform(script: Script, work: Path, tell: Callable[[Told], None]) -> Iterator[Played]:
+    """Play the script in the folder `work`. Raises StartFailed where a process of ours ends early."""
+    with SlackEndpoint() as slack:
+        plan = Plan(
+            folder=work / "services",
+            strategy=script.strategy,
+            reporter_arguments=("--slack-channel", CHANNEL, "--slack-base-url", slack.base_url),
+            reporter_env={"GRADLOC_SLACK_TOKEN": TOKEN},
+        )
+        tell(Told("pretraining, and services"))
+        with contextlib.ExitStack() as stack:
+            pretraining = _start_pretraining(script, work)
+            stack.callback(pretraining.end)
+            running = stack.enter_context(Workstation(plan, on_stage=lambda stage: tell(Told(f"{stage} starts"))))
+            played = Played(work, running, slack)
+            running.wait_ray()
+            tell(Told("services are up"))
+            weights = work / "training" / "weights.safetensors"
+            pretraining.wait_ready(weights.exists, timeout_s=PRETRAINING_TIMEOUT_S)
+            ranks = _start_ranks(script, running, work)
+            for rank in ranks:
+                stack.callback(rank.end)
+            _Audience(script, played, ranks, tell).watch()
+            yield played
+
+
+def _start_pretraining(script: Script, work: Path) -> Process:
+    folder = work / "training"
+    folder.mkdir(parents=True, exist_ok=True)
+    command = [sys.executable, "-m", "gradloc.demo.pretraining", "--seed", str(script.seed)]
+    command += ["--out", str(folder / "weights.safetensors")]
+    return Process("pretraining", command, folder / "pretraining.log")
+
+
+def _start_ranks(script: Script, running: Workstation, work: Path) -> list[Process]:
+    judge_dir = work / "judge"
+    judge_dir.mkdir(mode=0o700)
+    # By the environment: a command line is seen by everyone on the machine.
+    env = {faults.FAULT_VARIABLE: script.fault, faults.JUDGE_VARIABLE: str(judge_dir), "OMP_NUM_THREADS": "1"}
+    ranks = []
+    for rank in range(WORLD_SIZE):
+        command = [sys.executable, "-m", "gradloc.demo.trainer", "--work", str(work / "training")]
+        command += ["--run", script.run_id, "--seed", str(script.seed), "--steps", str(script.num_steps)]
+        command += ["--rank", str(rank), "--world-size", str(WORLD_SIZE)]
+        command += ["--redis", running.redis_url, "--store", running.store_url]
+        ranks.append(Process(f"rank {rank}", command, work / "training" / f"rank-{rank}.log", env))
+    return ranks
+
+
+class _Audience:
+    """Watches a run until training has ended and the services have said all they have to say."""
+
+    def __init__(self, script: Script, played: Played, ranks: list[Process], tell: Callable[[Told], None]) -> None:
+        self._script = script
+        self._played = played
+        self._ranks = ranks
+        self._tell = tell
+        self._num_read = 0
+
+    def watch(self) -> None:
+        deadline = time.monotonic() + TRAINING_TIMEOUT_S
+        while any(rank.returncode is None for rank in self._ranks):
+            if time.monotonic() > deadline:
+                raise StartFailed(f"training did not end within {TRAINING_TIMEOUT_S:.0f} s")
+            self._look()
+            time.sleep(_POLL_S)
+        self._look()
+        for rank in self._ranks:
+            if rank.returncode != 0:
+                raise StartFailed(f"{rank.name} ended with code {rank.returncode}: {rank.last_words()}")
+        training = self._played.work / "training"
+        self._played.outcomes = [
+            json.loads((training / f"outcome-{rank}.json").read_text()) for rank in range(len(self._ranks))
+        ]
+        if not self._played.redis_killed:
+            self._wait_for_the_end()
+
+    def _look(self) -> None:
+        self._read_progress()
+        if self._played.redis_killed:
+            return
+        kill_at = self._script.kill_redis_at_step
+        if kill_at is not None and len(self._played.step_times) > kill_at:
+            redis = self._played.station.redis
+            assert redis is not None
+            redis.process.kill()
+            self._played.redis_killed = True
+            self._tell(Told("Redis was killed; training goes on"))
+            return
+        self._ask()
+
+    def _read_progress(self) -> None:
+        path = self._played.work / "training" / "progress.jsonl"
+        if not path.exists():
+            return
+        lines = path.read_text().splitlines()
+        for line in lines[self._num_read :]:
+            try:
+                row = json.loads(line)
+            except json.JSONDecodeError:  # half a line: the rest comes with the next look
+                break
+            self._num_read += 1
+            self._played.step_times.append(float(row["ts"]))
+            self._tell(Told("training", step=int(row["step"]), grad_norm=float(row["grad_norm"])))
+
+    def _ask(self) -> Played:
+        """Look at the incidents; returns what is known by now."""
+        answer = _get(f"{self._played.station.reporter_url}/api/v1/incidents?run={self._script.run_id}")
+        if answer is None:
+            return self._played
+        self._played.incidents = answer["incidents"]
+        if not self._played.incidents:
+            return self._played
+        if self._played.alert_at is None:
+            self._played.alert_at = time.time()
+            self._tell(Told("spike noticed; localizing while training goes on"))
+        first = self._played.incidents[-1]["incident_id"]
+        incident = _get(f"{self._played.station.reporter_url}/api/v1/incidents/{first}")
+        if incident is None:
+            return self._played
+        self._played.incident = incident
+        if incident.get("finding") is not None and self._played.culprit_at is None:
+            self._played.culprit_at = time.time()
+            self._tell(Told("culprit found"))
+        return self._played
+
+    def _wait_for_the_end(self) -> None:
+        """The services have read the run to its end, and an incident has its finding, in Slack too."""
+        last = self._script.num_steps - 1
+        url = f"{self._played.station.reporter_url}/api/v1/runs/{self._script.run_id}"
+        _wait(lambda: (_get(url) or {}).get("last_step") == last, QUIET_TIMEOUT_S)
+        self._ask()
+        if not self._played.incidents:
+            # An incident would be opened by the detector; give it the time to fold the last steps.
+            _wait(lambda: bool(self._ask().incidents), 3.0)
+        if self._played.incidents:
+            self._tell(Told("localizing"))
+            _wait(lambda: self._ask().finding is not None, FINDING_TIMEOUT_S)
+            _wait(self._slack_has_it, QUIET_TIMEOUT_S)
+
+    def _slack_has_it(self) -> bool:
+        found = self._played.finding
+        wanted = "Culprit" if found is not None and found.get("culprits") else ""
+        return any(wanted in text for text in self._played.slack.texts())
+
+
+def _wait(condition: Callable[[], bool], timeout_s: float) -> None:
+    """Wait for a while; what did not come by then shows in the verdict."""
+    deadline = time.monotonic() + timeout_s
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(_POLL_S)
+
+
+def _get(url: str) -> dict[str, Any] | None:
+    try:
+        with urllib.request.urlopen(url, timeout=5.0) as answer:
+            document: dict[str, Any] = json.load(answer)
+            return document
+    except (urllib.error.URLError, OSError, ValueError):
+        return None
