@@ -138,7 +138,7 @@ def _whole_batch(name: str, values: Tensor, fresh: bool | None) -> list[CheckFin
 
 def fresh_finding(name: str, mean_size: float) -> CheckFinding:
     """Ratios are off though nothing was updated."""
-    what = f"mean |log ratio| to {name} logp is {mean_size:.3g} although there was no update: mask, position_ids or padding"
+    what = f"mean |log ratio| to {name} logp is {mean_size:.3g} before any update: mask, position_ids or padding"
     return finding("policy.ratio-before-update", what, mean_abs_log_ratio=mean_size)
 
 
