@@ -9,6 +9,7 @@ Knows no limit and no culprit. Shapes: B rows, R positions with a logp.
 """
 
 import math
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -103,12 +104,15 @@ def _exactly(
             part = active_part(placed.batch, coefficient_BR)
             if part is not None:
                 # Only the plain attention kernel has forward-mode derivatives.
-                with torch.no_grad(), forward_ad.dual_level(), sdpa_kernel(SDPBackend.MATH):
+                with warnings.catch_warnings(), torch.no_grad(), forward_ad.dual_level(), sdpa_kernel(SDPBackend.MATH):
+                    # torch's own table of forward-mode rules still goes through its deprecated script compiler.
+                    warnings.simplefilter("ignore", DeprecationWarning)
                     dual = {
                         name: make_dual(parameter, gradient.tensors[name].to(parameter) / gradient.norm)
                         for name, parameter in policy.parameters.items()
                     }
-                    tangent_BR = unpack_dual(policy.log_probs(part.batch, instead=dual)).tangent
+                    moved_BR = policy.log_probs(part.batch, to_the_end=part.to_the_end, instead=dual)
+                    tangent_BR = unpack_dual(moved_BR).tangent
                 derivative_BR = torch.zeros(()) if tangent_BR is None else tangent_BR.double().cpu()
                 own_BR = coefficient_BR[part.rows, : part.num_columns]
                 share_BR[part.rows, : part.num_columns] = own_BR * derivative_BR / gradient.norm
@@ -189,7 +193,8 @@ class _Prober:
                 logp_BR = torch.zeros(coefficient_BR.shape, dtype=torch.float64)
                 part = active_part(placed.batch, coefficient_BR)
                 if part is not None:
-                    logp_BR[part.rows, : part.num_columns] = self._policy.log_probs(part.batch).double().cpu()
+                    moved_BR = self._policy.log_probs(part.batch, to_the_end=part.to_the_end)
+                    logp_BR[part.rows, : part.num_columns] = moved_BR.double().cpu()
                 found.append(logp_BR)
         return found
 

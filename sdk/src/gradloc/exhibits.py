@@ -231,7 +231,10 @@ def _median_sizes(scene: Scene, sizes: Sequence[Tensor]) -> Tensor:
     seen = []
     for part, size_KBT in zip(parts, sizes, strict=False):
         attended = part.batch.attention_mask_BT
-        real_BT = torch.ones(size_KBT.shape[1:], dtype=torch.bool) if attended is None else attended.bool()
+        num_computed = size_KBT.shape[2]
+        real_BT = (
+            torch.ones(size_KBT.shape[1:], dtype=torch.bool) if attended is None else attended[:, :num_computed].bool()
+        )
         seen.append(size_KBT[:, real_BT])
     return torch.cat(seen, dim=1).median(dim=1).values if seen else torch.zeros(0)
 

@@ -253,7 +253,7 @@ def _nonfinite_cause(source: NonFiniteSource | None, culprits: Sequence[Culprit]
             evidence=evidence,
         )
     ratio = culprits[0].ratio if culprits else None
-    overflow = ratio is not None and not math.isfinite(ratio)
+    overflow = ratio == math.inf
     return Cause(
         name="token-mismatch" if overflow else f"non-finite-{source.what}",
         confidence="high",

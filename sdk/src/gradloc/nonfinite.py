@@ -72,10 +72,10 @@ def first_module(
     row = cut(source, torch.tensor([place.row]), source.first_position + place.column + 1)
     events: list[tuple[str, int | None]] = []
     with _watching(policy.model, events):
-        logp_BR = policy.log_probs(row)
+        logp_BR = policy.log_probs(row, to_the_end=False)
         coefficient_R = torch.zeros(logp_BR.shape[1], dtype=torch.float64)
         coefficient_R[place.column] = coefficients[place.batch][place.row, place.column]
-        policy.backward(logp_BR, coefficient_R.unsqueeze(0), num_tokens=row.ids_BT.numel())
+        policy.backward(logp_BR, coefficient_R.unsqueeze(0), num_tokens=row.ids_BT.numel() - 1)
     return events[0] if events else (None, None)
 
 

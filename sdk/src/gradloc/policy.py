@@ -93,30 +93,35 @@ class Policy:
         dtype = next(iter(self.parameters.values())).dtype
         return dtype if self.autocast_dtype is None else self.autocast_dtype
 
-    def log_probs(self, batch: MicroBatch, *, instead: Mapping[str, Tensor] | None = None) -> Tensor:
+    def log_probs(
+        self, batch: MicroBatch, *, to_the_end: bool = True, instead: Mapping[str, Tensor] | None = None
+    ) -> Tensor:
         """Log-probability of the last R ids of each row, float32 or wider [B, R].
 
-        `instead` stands in for parameters by name, such as dual numbers for a directional derivative.
+        Nothing that counts is computed at the last position; `to_the_end` computes it all the same, as trainers do:
+        what is not finite there reaches the others' gradients. `instead` stands in for parameters by name, such as
+        dual numbers for a directional derivative.
         """
         num_positions = batch.logp_BR.shape[1]
         ids_BT = batch.ids_BT.to(self.device)
-        inputs: dict[str, Any] = {"input_ids": ids_BT}
+        end = None if to_the_end else -1
+        inputs: dict[str, Any] = {"input_ids": ids_BT[:, :end]}
         if batch.attention_mask_BT is not None and "attention_mask" in self._takes:
-            inputs["attention_mask"] = batch.attention_mask_BT.to(self.device).long()
+            inputs["attention_mask"] = batch.attention_mask_BT[:, :end].to(self.device).long()
         if batch.position_ids_BT is not None and "position_ids" in self._takes:
-            inputs["position_ids"] = batch.position_ids_BT.to(self.device)
+            inputs["position_ids"] = batch.position_ids_BT[:, :end].to(self.device)
         if "use_cache" in self._takes:
             inputs["use_cache"] = False
         if "logits_to_keep" in self._takes:
-            inputs["logits_to_keep"] = num_positions + 1
+            inputs["logits_to_keep"] = num_positions + (1 if to_the_end else 0)
         # A fresh autocast region per call: a cached cast would hide a moved parameter.
         with self._autocast():
             output = self.model(**inputs) if instead is None else functional_call(self.model, dict(instead), (), inputs)
             logits = output if isinstance(output, Tensor) else output.logits
-        logits_BRV = logits[:, -num_positions - 1 : -1]
+        logits_BRV = logits[:, -num_positions - 1 : -1] if to_the_end else logits[:, -num_positions:]
         logits_BRV = logits_BRV.to(torch.promote_types(logits_BRV.dtype, torch.float32)) / batch.temperature
         targets_BR = ids_BT[:, -num_positions:]
-        self.meter.num_tokens_forward += ids_BT.numel()
+        self.meter.num_tokens_forward += inputs["input_ids"].numel()
         self.meter.num_forwards += 1
         return torch.log_softmax(logits_BRV, dim=-1).gather(-1, targets_BR.unsqueeze(-1)).squeeze(-1)
 
@@ -167,10 +172,11 @@ class ActivePart:
     batch: MicroBatch
     rows: Tensor  # int64 [b]
     num_columns: int
+    to_the_end: bool  # nothing was cut off on the right
 
     @property
     def num_tokens(self) -> int:
-        return self.batch.ids_BT.numel()
+        return self.batch.ids_BT.shape[0] * (self.batch.ids_BT.shape[1] - (0 if self.to_the_end else 1))
 
 
 def active_part(batch: MicroBatch, coefficient_BR: Tensor) -> ActivePart | None:
@@ -180,4 +186,5 @@ def active_part(batch: MicroBatch, coefficient_BR: Tensor) -> ActivePart | None:
         return None
     rows = touched_BR.any(dim=1).nonzero().squeeze(-1)
     num_columns = int(touched_BR.any(dim=0).nonzero().max()) + 1
-    return ActivePart(cut(batch, rows, batch.first_position + num_columns), rows, num_columns)
+    part = cut(batch, rows, batch.first_position + num_columns)
+    return ActivePart(part, rows, num_columns, num_columns == coefficient_BR.shape[1])

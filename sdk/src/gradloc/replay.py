@@ -69,7 +69,7 @@ def replay(policy: Policy, batches: Sequence[PlacedBatch], coefficients: Sequenc
         logp_BR = torch.full(coefficient_BR.shape, math.nan, dtype=torch.float64)
         part = active_part(placed.batch, coefficient_BR)
         if part is not None:
-            computed_BR = policy.log_probs(part.batch)
+            computed_BR = policy.log_probs(part.batch, to_the_end=part.to_the_end)
             gradients = policy.backward(
                 computed_BR, coefficient_BR[part.rows, : part.num_columns], num_tokens=part.num_tokens
             )

@@ -47,13 +47,13 @@ def exact_tokens(
     for (batch, row), columns in by_row.items():
         source = batches[batch].batch
         part = cut(source, torch.tensor([row]), source.first_position + max(columns) + 1)
-        logp_R = policy.log_probs(part)[0]
+        logp_R = policy.log_probs(part, to_the_end=False)[0]
         for column in columns:
             place = Place(batch, row, column)
             gradients = policy.backward(
                 logp_R[column],
                 torch.ones(()),
-                num_tokens=source.first_position + column + 1,
+                num_tokens=source.first_position + column,
                 keep_graph=column != columns[-1],
             )
             found[place] = _exact(place, float(coefficients[batch][row, column]), gradients, gradient)

@@ -1,0 +1,73 @@
+"""A replay that does not match the step is never explained away by a token."""
+
+import math
+
+import pytest
+
+from gradloc.fidelity import StepFacts, fidelity_of
+from gradloc.localization import localize
+from gradloc.replay import coefficients_of, replay
+
+
+def explained(step, **changes):
+    return localize(step.policy(), step.placed, step.facts(**changes))
+
+
+def test_a_calm_replay_of_a_reported_spike_is_not_reproduced(trainer):
+    step = trainer.faulty(trainer.model(), None)
+    layers = {key: norm * (300 if key == "layers.1.mlp" else 2) for key, norm in step.layer_norms.items()}
+    finding = explained(step, grad_norm=100 * step.grad_norm, layer_norms=layers)
+    assert finding.verdict == "not-reproduced"
+    assert finding.culprits == ()
+    assert finding.fidelity.rel_error == pytest.approx(0.99)
+
+
+def test_one_common_factor_is_an_accounting_fault(trainer):
+    step = trainer.faulty(trainer.model(), None)
+    layers = {key: 50 * norm for key, norm in step.layer_norms.items()}
+    finding = explained(step, grad_norm=50 * step.grad_norm, layer_norms=layers)
+    assert finding.verdict == "accounting"
+    assert finding.culprits == ()
+
+
+def test_a_spike_that_replays_differently_is_inconclusive(trainer):
+    step = trainer.faulty(trainer.model(), trainer.stale(9.0))
+    layers = {key: norm * (2 if key == "layers.1.mlp" else 1) for key, norm in step.layer_norms.items()}
+    finding = explained(step, grad_norm=1.3 * step.grad_norm, layer_norms=layers)
+    assert finding.verdict == "inconclusive"
+    assert finding.culprits[0].token == 9  # a suspect all the same
+
+
+def test_weights_from_after_the_update_cannot_match_and_do_not_accuse_the_hardware(trainer):
+    step = trainer.faulty(trainer.model(), trainer.stale(9.0))
+    finding = explained(step, grad_norm=1.3 * step.grad_norm, weights="after-update")
+    assert finding.verdict == "token"
+    assert not finding.fidelity.reproduced
+
+
+def test_a_norm_that_overflowed_in_the_sum_of_squares_is_named(trainer):
+    step = trainer.faulty(trainer.model(), trainer.extra(1e22))
+    finding = explained(step, grad_norm=math.inf, layer_norms={})
+    assert finding.verdict == "norm-overflow"
+    assert finding.culprits[0].token == 9
+
+
+@pytest.mark.parametrize(
+    ("reported", "reproduced"), [(1.0, True), (1.0005, True), (1.01, False), (0.0, False), (math.nan, False)]
+)
+def test_the_norm_must_match_within_the_tolerance(trainer, reported, reproduced):
+    step = trainer.step(trainer.model())
+    policy = step.policy()
+    gradient = replay(policy, step.placed, coefficients_of(step.placed)).gradient
+    found = fidelity_of(StepFacts(0, reported * gradient.norm), gradient, policy.grid)
+    assert found.reproduced is reproduced
+
+
+def test_one_layer_that_does_not_match_is_enough(trainer):
+    step = trainer.step(trainer.model())
+    policy = step.policy()
+    gradient = replay(policy, step.placed, coefficients_of(step.placed)).gradient
+    layers = {**gradient.layer_norms, "layers.1.mlp": 1.05 * gradient.layer_norms["layers.1.mlp"]}
+    found = fidelity_of(StepFacts(0, gradient.norm, layers), gradient, policy.grid)
+    assert not found.reproduced
+    assert found.layer_rel_error_max == pytest.approx(0.05 / 1.05)
