@@ -35,9 +35,9 @@ def new_model(seed: int) -> Any:
         pad_token_id=0,
         bos_token_id=None,
         eos_token_id=None,
-        attn_implementation="eager",
     )
-    model = Qwen3ForCausalLM(config)
+    config._attn_implementation = "eager"  # differentiable twice, which the judge needs
+    model: Any = Qwen3ForCausalLM(config)
     with torch.no_grad():
         model.get_input_embeddings().weight.normal_(0.0, EMBEDDING_STD)
     return model

@@ -38,7 +38,7 @@ def pretrained(seed: int, progress: Callable[[int], None] = lambda step: None) -
         ids_BT, mask_BR = _batch(rng)
         logp_BR = response_logp(model, ids_BT)
         loss = -(logp_BR * mask_BR).sum() / mask_BR.sum()
-        loss.backward()
+        torch.autograd.backward(loss)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)

@@ -3,7 +3,7 @@
     python -m gradloc.demo.trainer --rank 0 --world-size 2 --work DIR --run R --seed 1 --steps 60 ...
 
 A plain PyTorch loop that gradloc watches, as a user's would be. What may go wrong in it comes from
-`faults` by the environment; nothing here, in its logs or in its messages says whether it did.
+`faults`, by the environment; nothing here, in its logs or in its messages says whether it did.
 Shapes: B rows, T positions, R response positions.
 """
 
@@ -26,7 +26,8 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import gradloc
-from gradloc.demo import faults, task
+from gradloc.demo import task
+from gradloc.demo.faults import from_environment
 from gradloc.demo.grpo import advantages, token_losses
 from gradloc.demo.model import load_weights, new_model, response_logp
 from gradloc.demo.moment import Fault, Moment
@@ -116,14 +117,15 @@ def train(settings: Settings, fault: Fault) -> None:
         if fault.struck_at == step:
             fault.testify(settings.rank, model, [batch.tensors(index) for index in range(NUM_MICRO_BATCHES)])
         loss = _backward(ddp, batch, probe, settings.world_size)
-        probe.observe(loss=loss, lr=LEARNING_RATE, **_metrics(batch))
+        metrics = _metrics(batch)
+        probe.observe(loss=loss, lr=LEARNING_RATE, **metrics)  # type: ignore[arg-type]  # none of them is `step`
         norm = float(torch.nn.utils.clip_grad_norm_(model.parameters(), GRAD_NORM_MAX))
         norms.append(norm)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         previous = rollouts
         if settings.rank == 0:
-            _progress(settings.work, {"step": step, "ts": time.time(), "grad_norm": norm, **_metrics(batch)})
+            _progress(settings.work, {"step": step, "ts": time.time(), "grad_norm": norm, **metrics})
     stall_s = probe.stall_s  # closing is not part of the loop
     probe.close()
     outcome = {"steps": settings.steps, "stall_s": stall_s, "num_events_dropped": probe.num_events_dropped}
@@ -167,7 +169,7 @@ def _backward(ddp: Any, batch: Batch, probe: gradloc.Probe, world_size: int) -> 
             )
             # DDP averages over ranks; times world_size makes it the sum that the mean needs.
             loss = losses_BR.sum() * (world_size / num_tokens.item())
-            loss.backward()
+            torch.autograd.backward(loss)
         total += loss.item()
     return total
 
@@ -222,7 +224,7 @@ def main(**options: Any) -> None:
         )
     _log.info("rank %d of %d begins", settings.rank, settings.world_size)
     try:
-        train(settings, faults.from_environment(settings.seed, settings.world_size))
+        train(settings, from_environment(settings.seed, settings.world_size))
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
