@@ -1,0 +1,74 @@
+"""The judge's exact shares, against one backward a token."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from gradloc.demo import testimony
+from gradloc.demo.grpo import advantages, token_losses
+from gradloc.demo.judge import products, truth_of
+from gradloc.demo.model import response_logp
+from gradloc.demo.settings import GROUP_SIZE, rewards_of
+
+
+def micro_batches(moment, num_parts: int = 2) -> list[dict[str, torch.Tensor]]:
+    """The moment's first rows as a rank would keep them."""
+    rollouts = moment.rollouts
+    num_rows = 2 * GROUP_SIZE
+    with torch.no_grad():
+        old_logp_BR = response_logp(moment.model, rollouts.ids_BT[:num_rows])
+    whole = {
+        "ids_BT": rollouts.ids_BT[:num_rows],
+        "mask_BR": rollouts.mask_BR[:num_rows],
+        "rollout_logp_BR": rollouts.logp_BR[:num_rows],
+        "old_logp_BR": old_logp_BR,
+        "advantage_B": advantages(rewards_of(rollouts), GROUP_SIZE)[:num_rows],
+    }
+    chunks = {name: tensor.chunk(num_parts) for name, tensor in whole.items()}
+    return [{name: parts[index] for name, parts in chunks.items()} for index in range(num_parts)]
+
+
+def losses(model, part: dict[str, torch.Tensor]) -> torch.Tensor:
+    return token_losses(
+        response_logp(model, part["ids_BT"]),
+        part["old_logp_BR"],
+        part["rollout_logp_BR"],
+        part["advantage_B"],
+        part["mask_BR"],
+    )
+
+
+def test_products_equal_one_backward_a_token(moment):
+    model, part = moment.model, micro_batches(moment)[0]
+    parameters = list(model.parameters())
+    direction = [torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)) for parameter in parameters]
+    found_BR = products(model, losses(model, part), direction)
+    losses_BR = losses(model, part)
+    for row, at in [(0, 0), (3, 5), (7, 8)]:
+        gradient = torch.autograd.grad(losses_BR[row, at], parameters, retain_graph=True)
+        expected = sum((g * v).sum() for g, v in zip(gradient, direction, strict=True))
+        torch.testing.assert_close(found_BR[row, at], expected, rtol=1e-3, atol=1e-4)
+
+
+def test_the_judge_names_the_token_whose_weight_is_wrong(moment, tmp_path: Path):
+    parts = micro_batches(moment)
+    learnt = (parts[1]["advantage_B"].abs() > 0.5)[:, None] & parts[1]["mask_BR"] & (parts[1]["old_logp_BR"] < -0.5)
+    row, at = torch.nonzero(learnt)[0].tolist()
+    parts[1]["rollout_logp_BR"] = parts[1]["rollout_logp_BR"].clone()
+    parts[1]["rollout_logp_BR"][row, at] -= 9.0
+    testimony.write_batch(tmp_path, 0, [parts[0]])
+    testimony.write_batch(tmp_path, 1, [parts[1]])
+    testimony.write_weights(tmp_path, moment.model)
+    testimony.write_planted(tmp_path, {"step": 25})
+    kept = testimony.read(tmp_path, 2)
+    assert kept is not None
+    truth = truth_of(kept)
+    prompt_length = parts[1]["ids_BT"].shape[1] - parts[1]["mask_BR"].shape[1]
+    assert truth.place == (1, 0, row, prompt_length + at)
+    assert truth.share > 0.9 > truth.runner_up_share
+    assert truth.sum_of_shares == pytest.approx(1.0, abs=1e-3)
+
+
+def test_without_a_fault_there_is_nothing_to_judge(tmp_path: Path):
+    assert testimony.read(tmp_path, 2) is None
