@@ -65,7 +65,7 @@ def localize(
         on_progress("bisecting", 0.4)
         source = find_in_network(policy, batches, coefficients)
         if source is not None:
-            replayed = replay(policy, batches, masked(coefficients, source.places))
+            replayed = replay(policy, batches, masked(coefficients, source.places), by_row=True)
     if source is not None or not replayed.gradient.is_finite:
         finding = _explain_nonfinite(order, coefficients, source, replayed)
     else:

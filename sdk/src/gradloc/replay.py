@@ -5,14 +5,15 @@ coefficient makes the gradient NaN, as it did in training. Knows no culprit and 
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from gradloc.layers import layer_key
-from gradloc.policy import PlacedBatch, Policy, active_part
+from gradloc.policy import ActivePart, PlacedBatch, Policy, active_part
+from gradloc.snapshot import MicroBatch
 
 
 @dataclass(frozen=True)
@@ -61,14 +62,18 @@ def coefficients_of(batches: Sequence[PlacedBatch]) -> list[Tensor]:
     return [placed.coefficient_BR() for placed in batches]
 
 
-def replay(policy: Policy, batches: Sequence[PlacedBatch], coefficients: Sequence[Tensor]) -> Replay:
-    """Gradient of sum(c * logp) under these coefficients (as from `coefficients_of`, changed or not)."""
+def replay(
+    policy: Policy, batches: Sequence[PlacedBatch], coefficients: Sequence[Tensor], *, by_row: bool = False
+) -> Replay:
+    """Gradient of sum(c * logp) under these coefficients (as from `coefficients_of`, changed or not).
+
+    `by_row` computes each row alone and no further than its last coefficient: what is not finite behind it stays out.
+    """
     sums: list[Tensor | None] = [None] * len(policy.parameters)
     logp = []
     for placed, coefficient_BR in zip(batches, coefficients, strict=True):
         logp_BR = torch.full(coefficient_BR.shape, math.nan, dtype=torch.float64)
-        part = active_part(placed.batch, coefficient_BR)
-        if part is not None:
+        for part in _parts(placed.batch, coefficient_BR, by_row):
             computed_BR = policy.log_probs(part.batch, to_the_end=part.to_the_end)
             gradients = policy.backward(
                 computed_BR, coefficient_BR[part.rows, : part.num_columns], num_tokens=part.num_tokens
@@ -81,6 +86,15 @@ def replay(policy: Policy, batches: Sequence[PlacedBatch], coefficients: Sequenc
         for (name, parameter), total in zip(policy.parameters.items(), sums, strict=True)
     }
     return Replay(gradient_of(tensors), tuple(logp))
+
+
+def _parts(batch: MicroBatch, coefficient_BR: Tensor, by_row: bool) -> Iterator[ActivePart]:
+    rows = torch.arange(coefficient_BR.shape[0])
+    for chosen in torch.split(rows, 1) if by_row else (rows,):
+        own_BR = torch.where(torch.isin(rows, chosen).unsqueeze(1), coefficient_BR, 0.0)
+        part = active_part(batch, own_BR)
+        if part is not None:
+            yield part
 
 
 def gradient_of(tensors: dict[str, Tensor]) -> Gradient:
