@@ -42,11 +42,13 @@ def check_batch(batch: Mapping[str, Any], settings: BatchSettings | None = None)
     """Findings of one batch; values that are no tensors are passed over."""
     settings = settings or BatchSettings()
     tensors = {name: value for name, value in batch.items() if isinstance(value, Tensor)}
-    found: list[CheckFinding] = []
+    found = _shapes(tensors)
+    devices = _devices(tensors, settings.device)
+    if devices:
+        # Tensors on several devices cannot be compared; values can wait until they can.
+        return (*found, *devices)
     for name, tensor in tensors.items():
         found += _finite(name, tensor)
-    found += _shapes(tensors)
-    found += _devices(tensors, settings.device)
     for name in _IDS:
         if name in tensors:
             found += _ids(name, tensors[name], settings.vocabulary_size)

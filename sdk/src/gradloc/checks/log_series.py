@@ -25,7 +25,8 @@ _IN_DICT = re.compile(rf"""["']([\w/@. -]+)["']\s*:\s*["']?{_WRAP}({_NUMBER})\b"
 _IN_VERL = re.compile(rf"(?:^|\s-\s)([\w/@.()-]+):\s?{_WRAP}({_NUMBER})(?=\)|\s|$)", re.IGNORECASE)
 _IN_BAR = re.compile(rf"[\[,\s]([A-Za-z_][\w/]*)=({_NUMBER})(?=[,\]\s]|$)", re.IGNORECASE)
 _IN_TEXT = re.compile(
-    rf"\b((?:policy |actor |avg |mean |total )?(?:loss|grad(?:ient)?[_ ]?norm|reward|kl|entropy))\s*[:=]\s*({_NUMBER})\b",
+    r"\b((?:policy |actor |avg |mean |total )?(?:loss|grad(?:ient)?[_ ]?norm|reward|kl|entropy))"
+    rf"\s*[:=]\s*({_NUMBER})\b",
     re.IGNORECASE,
 )
 _IN_TEXT_STEP = re.compile(r"\b(?:global[_ ]?)?(?:step|iter(?:ation)?)\s*[:=#]?\s*(\d+)", re.IGNORECASE)
@@ -34,12 +35,12 @@ _PREFIX = re.compile(r"^(?:\([\w.]+(?: pid=\d+)?(?:, ip=[\d.]+)?\)\s*|\[(?:defau
 _TIME = re.compile(r"(\d{4}-\d\d-\d\d)[T ](\d\d:\d\d:\d\d)")
 _NAMES: dict[str, tuple[str, ...]] = {
     "step": ("step", "global_step", "train/global_step", "trainer/global_step", "iteration", "iter"),
-    "loss": ("loss", "actor/pg_loss", "policy_loss", "pg_loss", "train/loss", "actor/loss", "training loss", "train_loss",
-             "policy loss", "actor loss", "total loss", "loss/policy_avg", "actor_loss"),
+    "loss": ("loss", "actor/pg_loss", "policy_loss", "pg_loss", "train/loss", "actor/loss", "training loss",
+             "train_loss", "policy loss", "actor loss", "total loss", "loss/policy_avg", "actor_loss"),
     "grad_norm": ("grad_norm", "actor/grad_norm", "train/grad_norm", "gradient_norm", "actor_grad_norm", "grad norm",
                   "gradient norm", "gradnorm"),
-    "reward": ("reward", "critic/score/mean", "critic/rewards/mean", "train/reward", "rewards/mean", "reward/mean", "return",
-               "env/reward/total", "reward_mean", "avg reward", "mean reward", "objective/scores"),
+    "reward": ("reward", "critic/score/mean", "critic/rewards/mean", "train/reward", "rewards/mean", "reward/mean",
+               "return", "env/reward/total", "reward_mean", "avg reward", "mean reward", "objective/scores"),
     "reward_std": ("reward_std", "train/reward_std", "critic/score/std"),
     "kl": ("kl", "actor/kl_loss", "actor/ppo_kl", "ppo_kl", "kl_loss", "train/kl", "objective/kl", "approx_kl"),
     "entropy": ("entropy", "actor/entropy_loss", "actor/entropy", "entropy_loss", "train/entropy", "objective/entropy"),

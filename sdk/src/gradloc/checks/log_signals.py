@@ -53,6 +53,8 @@ _PATTERNS: tuple[tuple[SignalName, re.Pattern[str]], ...] = (
         ),
     ),
     ("assert", re.compile(r"device-side assert triggered|cudaErrorAssert|Assertion `.*` failed")),
+    # Ray lists the killer of processes among possible causes of any death: that is no evidence of it.
+    ("rank-died", re.compile(r"There are some potential root causes|Worker exit type: SYSTEM_ERROR")),
     (
         "oom-host",
         re.compile(
@@ -132,8 +134,10 @@ _PATTERNS: tuple[tuple[SignalName, re.Pattern[str]], ...] = (
         "data-error",
         re.compile(
             r"JSONDecodeError|UnicodeDecodeError|UnicodeEncodeError|DatasetGenerationError|ArrowInvalid"
-            r"|surrogates not allowed|CastError: Couldn't cast|Prompt length \d+ is longer than|is longer than max_length"
-            r"|longer than the maximum model length|Can't find a dataset|KeyError: '(prompt|response|reward|question|answer)'"
+            r"|surrogates not allowed|CastError: Couldn't cast|Prompt length \d+ is longer than"
+            r"|is longer than max_length"
+            r"|longer than the maximum model length|Can't find a dataset"
+            r"|KeyError: '(prompt|response|reward|question|answer)'"
             r"|could not convert string to float",
             _I,
         ),

@@ -9,7 +9,7 @@ import itertools
 import sys
 import types
 import warnings
-from collections import deque
+from collections import Counter, deque
 from typing import Any
 
 import torch
@@ -23,7 +23,8 @@ GROWTH_SHARE = 0.8  # of steps that grew
 GROWTH_TENSORS_MIN = 4
 HOLDERS_NAMED = 4
 DEPTH_MAX = 4
-REFERRERS_MAX = 64
+TENSORS_ASKED = 32
+_CONTAINERS = (dict, list, tuple, set, deque)
 
 
 def live_tensors() -> tuple[list[Tensor], int]:
@@ -87,63 +88,68 @@ def _largest_held() -> list[Tensor]:
 
 
 def holders_of(tensors: list[Tensor]) -> list[str]:
-    """Who holds these tensors, most often named first: "attribute losses of Trainer", "global history", ..."""
-    counts: dict[str, int] = {}
-    ignored = {id(tensors), id(counts)}
-    for tensor in tensors[-32:]:
-        for name in _names(tensor, ignored, DEPTH_MAX):
-            counts[name] = counts.get(name, 0) + 1
-    return sorted(counts, key=lambda name: -counts[name])[:HOLDERS_NAMED]
+    """Who holds these tensors, most often named first: "attribute losses of Trainer", "global history", ...
+
+    Goes up level by level, all objects of a level at once: each level costs two passes over the heap.
+    """
+    counts: Counter[str] = Counter()
+    level: list[Any] = list(tensors[-TENSORS_ASKED:])
+    seen: set[int] = {id(tensors), id(counts)}
+    for _ in range(DEPTH_MAX):
+        if not level:
+            break
+        seen |= {id(level), *(id(one) for one in level)}
+        held = {id(one) for one in level}
+        counts.update(_of_callers(held))
+        namespaces: list[tuple[dict[Any, Any], str]] = []
+        above: list[Any] = []
+        for referrer in gc.get_referrers(*level):
+            if id(referrer) in seen or isinstance(referrer, types.FrameType | type | types.ModuleType | Tensor):
+                continue
+            if type(referrer) in _CONTAINERS:
+                above.append(referrer)
+                if isinstance(referrer, dict):
+                    keys = [key for key, value in list(referrer.items()) if id(value) in held and isinstance(key, str)]
+                    namespaces += [(referrer, key) for key in keys[:HOLDERS_NAMED]]
+            elif hasattr(referrer, "__dict__"):
+                # Instances hold their attributes directly where no one asked for __dict__.
+                names = [key for key, value in vars(referrer).items() if id(value) in held]
+                counts.update(f"attribute {name} of {type(referrer).__name__}" for name in names[:HOLDERS_NAMED])
+        owned = _owned(namespaces)
+        counts.update(owned.values())
+        seen |= {id(above), id(namespaces), id(owned)}
+        level = [one for one in above if id(one) not in owned][:TENSORS_ASKED]
+    return [name for name, _ in counts.most_common(HOLDERS_NAMED)]
 
 
-def _names(held: Any, ignored: set[int], depth: int) -> set[str]:
-    """Names under which `held` is reachable, going up through containers."""
-    names = _of_callers(held)
-    if depth == 0:
-        return names
-    referrers = gc.get_referrers(held)
-    ignored = ignored | {id(referrers)}
-    for referrer in referrers[:REFERRERS_MAX]:
-        if id(referrer) in ignored or isinstance(referrer, types.FrameType):
-            continue
-        if isinstance(referrer, dict):
-            key = next((key for key, value in list(referrer.items()) if value is held), None)
-            if isinstance(key, str):
-                names |= {_of_dict(referrer, key)} if _owner(referrer) else _names(referrer, ignored, depth - 1)
-            elif key is not None:
-                names |= _names(referrer, ignored, depth - 1)
-        elif type(referrer) in (list, tuple, set, deque):
-            names |= _names(referrer, ignored, depth - 1)
-        elif hasattr(referrer, "__dict__") and not isinstance(referrer, type | types.ModuleType | Tensor):
-            # Instances hold their attributes directly where no one asked for __dict__.
-            attribute = next((key for key, value in vars(referrer).items() if value is held), None)
-            if attribute is not None:
-                names.add(f"attribute {attribute} of {type(referrer).__name__}")
-    return names
+def _owned(namespaces: list[tuple[dict[Any, Any], str]]) -> dict[int, str]:
+    """Names of what modules and instances hold in their namespaces, by the namespace's id."""
+    if not namespaces:
+        return {}
+    owners = {
+        id(one.__dict__): one
+        for one in gc.get_referrers(*[space for space, _ in namespaces])
+        if not isinstance(one, type | types.FrameType) and hasattr(one, "__dict__")
+    }
+    found: dict[int, str] = {}
+    for space, key in namespaces:
+        owner = owners.get(id(space))
+        if isinstance(owner, types.ModuleType) or "__builtins__" in space:
+            found[id(space)] = f"global {key} of {space.get('__name__', 'a module')}"
+        elif owner is not None:
+            found[id(space)] = f"attribute {key} of {type(owner).__name__}"
+    return found
 
 
-def _of_callers(held: Any) -> set[str]:
+def _of_callers(held: set[int]) -> list[str]:
     """Local variables of the functions that are running; the garbage collector does not see those."""
-    names: set[str] = set()
+    names: list[str] = []
     frame: types.FrameType | None = sys._getframe(1)
     while frame is not None:
-        if frame.f_code.co_filename != __file__:
-            local = frame.f_locals if frame.f_code.co_name != "<module>" else {}
-            names |= {f"variable {name} in {frame.f_code.co_name}" for name, value in local.items() if value is held}
+        if frame.f_code.co_filename != __file__ and frame.f_code.co_name != "<module>":
+            local = frame.f_locals
+            names += [
+                f"variable {name} in {frame.f_code.co_name}" for name, value in local.items() if id(value) in held
+            ]
         frame = frame.f_back
     return names
-
-
-def _owner(namespace: dict[Any, Any]) -> Any:
-    """The module or instance whose namespace this dict is, or None."""
-    if "__name__" in namespace and "__builtins__" in namespace:
-        return namespace["__name__"]
-    for referrer in gc.get_referrers(namespace)[:REFERRERS_MAX]:
-        if getattr(referrer, "__dict__", None) is namespace:
-            return referrer
-    return None
-
-
-def _of_dict(namespace: dict[Any, Any], key: str) -> str:
-    owner = _owner(namespace)
-    return f"global {key} of {owner}" if isinstance(owner, str) else f"attribute {key} of {type(owner).__name__}"

@@ -258,7 +258,9 @@ def _saw_tooth(log: LogSeries) -> Triage | None:
 def _plateau(log: LogSeries) -> Triage | None:
     todo = "a reward that does not move: parser, reward model, groups without variance"
     found = _shape(log, "reward", plateau, "plateau", "reward", todo)
-    return found or _shape(log, "loss", plateau, "plateau", "reward", todo)
+    # GRPO's loss is 0 by construction where the ratio is 1; only with the gradient does that mean anything.
+    moving = any(value != 0 for value in log.numbers("grad_norm")[-STEPS_MIN:])
+    return found or (None if moving else _shape(log, "loss", plateau, "plateau", "reward", todo))
 
 
 def _spike(log: LogSeries) -> Triage | None:
