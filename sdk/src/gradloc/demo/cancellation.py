@@ -24,49 +24,59 @@ from gradloc.demo.task import PROMPT_LENGTH, RARE_IDS
 NUM_BLOCKS = 2  # the stream cancels after so many
 RESIDUAL_RMS = 7e-4
 RMS_TOLERANCE = 0.05
-MAP_STEPS = 40
+NUM_STARTS = 32  # side by side
+MAP_STEPS = 60
 ITERATIONS_MAX = 18  # where it converges, it has by then
-STARTS_MAX = 4
 ADVANTAGE_MIN = 0.5
-PLACES_MAX = 24  # tried at one step
-CONTINUATIONS = 4  # of one place
+PLACES_MAX = 12  # tried at one step; the next step offers others
+CONTINUATIONS = 24  # of one place, sampled side by side
 EARLY_POSITIONS = 3  # further on, the model is too sure of the rest to learn from it
-GROWTH_MIN = 25.0  # of the answer's gradient over the healthy norm
+GROWTH_MIN = 20.0  # of the answer's gradient over the healthy norm
 LOG_RATIO_MAX = 0.5  # of the token: the importance weight is not what makes this spike
 SHARE_MIN, SHARE_MAX = 0.75, 1.3  # of the answer's gradient: one token is the culprit, not its whole tail
 
 
 def lower_blocks(model: Any) -> Any:
-    """The first blocks in float64; gives the residual stream after them, without the final norm."""
-    lower = copy.deepcopy(model.model).double()
+    """The first blocks; gives the residual stream after them, without the final norm."""
+    lower = copy.deepcopy(model.model)
     lower.layers = lower.layers[:NUM_BLOCKS]
     lower.config.num_hidden_layers = NUM_BLOCKS
     lower.norm = torch.nn.Identity()
     return lower.requires_grad_(False)
 
 
+def small_stream_row(lower: Any, context_S: torch.Tensor, starts_KH: torch.Tensor) -> torch.Tensor:
+    """Of K embedding rows of the context's last token, brought towards cancellation, the best: [H].
+
+    A row that cancels exists for every context: the blocks add something bounded that depends on the
+    row's direction only, and minus that is a map of a ball into itself. These are steps of that map.
+    """
+    before_SH = lower.embed_tokens(context_S[:-1])
+    rows_KH = starts_KH
+    for _ in range(MAP_STEPS):
+        rows_KH = rows_KH - 0.5 * _streams(lower, before_SH, rows_KH)
+    return rows_KH[int(_streams(lower, before_SH, rows_KH).norm(dim=1).argmin())]
+
+
 def cancelling_row(
     lower: Any, context_S: torch.Tensor, start_H: torch.Tensor, towards_H: torch.Tensor
 ) -> torch.Tensor | None:
-    """Embedding row of the context's last token such that the stream there is RESIDUAL_RMS * towards: float64 [H].
+    """Embedding row of the context's last token such that the stream there is RESIDUAL_RMS * towards: [H].
 
-    Such a row exists for every context: the blocks add something bounded that depends on the row's
-    direction only, and minus that is a map of a ball into itself. A few steps of that map from `start`,
-    then Levenberg-Marquardt; None where it ends elsewhere.
+    Levenberg-Marquardt from `start`; None where it ends elsewhere.
     """
     before_SH = lower.embed_tokens(context_S[:-1])
-    goal_H = RESIDUAL_RMS * towards_H.double()
-    row_H, damping = start_H.double(), 1e-2
-    for _ in range(MAP_STEPS):
-        row_H = row_H - 0.5 * _stream(lower, before_SH, row_H)
-    miss_H, jacobian_HH = _stream_and_jacobian(lower, before_SH, row_H)
-    miss_H = miss_H - goal_H
+    goal_H = RESIDUAL_RMS * towards_H
+    row_H, damping = start_H, 1e-2
+    stream_H, jacobian_HH = _stream_and_jacobian(lower, before_SH, row_H)
+    miss_H = stream_H - goal_H
     for _ in range(ITERATIONS_MAX):
         if float(miss_H.square().mean().sqrt()) <= RMS_TOLERANCE * RESIDUAL_RMS:
             return row_H
-        normal_HH = jacobian_HH.T @ jacobian_HH
+        wide_HH = jacobian_HH.double()
+        normal_HH = wide_HH.T @ wide_HH
         normal_HH.diagonal().add_(damping)
-        tried_H = row_H - torch.linalg.solve(normal_HH, jacobian_HH.T @ miss_H)
+        tried_H = row_H - torch.linalg.solve(normal_HH, wide_HH.T @ miss_H.double()).to(row_H.dtype)
         stream_H, tried_jacobian_HH = _stream_and_jacobian(lower, before_SH, tried_H)
         tried_miss_H = stream_H - goal_H
         if float(tried_miss_H.norm()) < float(miss_H.norm()):
@@ -77,10 +87,10 @@ def cancelling_row(
 
 
 @torch.no_grad()
-def _stream(lower: Any, before_SH: torch.Tensor, row_H: torch.Tensor) -> torch.Tensor:
-    """The residual stream at the last position: float64 [H]."""
-    embedded_1SH = torch.cat([before_SH, row_H[None]])[None]
-    return lower(inputs_embeds=embedded_1SH, use_cache=False).last_hidden_state[0, -1]  # type: ignore[no-any-return]
+def _streams(lower: Any, before_SH: torch.Tensor, rows_KH: torch.Tensor) -> torch.Tensor:
+    """The residual stream at the last position for each row: [K, H]."""
+    embedded_KSH = torch.cat([before_SH.expand(len(rows_KH), -1, -1), rows_KH[:, None]], dim=1)
+    return lower(inputs_embeds=embedded_KSH, use_cache=False).last_hidden_state[:, -1]  # type: ignore[no-any-return]
 
 
 def _stream_and_jacobian(lower: Any, before_SH: torch.Tensor, row_H: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -125,10 +135,9 @@ class LayerExplosion(PlannedFault):
             return None
         scratch = copy.deepcopy(moment.model)
         with torch.no_grad():
-            scratch.get_input_embeddings().weight[token_id] = row_H.float()
+            scratch.get_input_embeddings().weight[token_id] = row_H
             moment.copy.model.get_input_embeddings().weight[token_id] = row_H.to(torch.bfloat16)
-        for _ in range(CONTINUATIONS):
-            rollouts = moment.copy.resume(moment.rollouts, row, at, token_id)
+        for rollouts in moment.copy.resume(moment.rollouts, row, at, token_id, CONTINUATIONS):
             effect = _effect(scratch, rollouts, row, norm_min=GROWTH_MIN * moment.healthy_norm)
             if effect is not None and abs(effect.log_ratio) <= LOG_RATIO_MAX and SHARE_MIN <= effect.share <= SHARE_MAX:
                 num_rows = len(rollouts.problems) // NUM_MICRO_BATCHES
@@ -146,30 +155,27 @@ class LayerExplosion(PlannedFault):
         return None
 
     def _row(self, moment: Moment, lower: Any, context_S: torch.Tensor) -> torch.Tensor | None:
-        width = moment.model.config.hidden_size
-        for _ in range(STARTS_MAX):
-            first_H = cancelling_row(lower, context_S, self._direction(width), self._direction(width))
-            if first_H is None:
-                continue
-            # The copy's rounding is larger than what is left of the stream: aim where the copy sees it point.
-            seen_H = _stream_of_copy(moment.copy.model, context_S, first_H)
-            row_H = cancelling_row(lower, context_S, first_H, seen_H / seen_H.square().mean().sqrt())
-            if row_H is not None:
-                return row_H
-        return None
+        start_H = small_stream_row(lower, context_S, self._directions(NUM_STARTS, moment))
+        first_H = cancelling_row(lower, context_S, start_H, self._directions(1, moment)[0])
+        if first_H is None:
+            return None
+        # The copy's rounding is larger than what is left of the stream: aim where the copy sees it point.
+        seen_H = _stream_of_copy(moment.copy.model, context_S, first_H)
+        return cancelling_row(lower, context_S, first_H, seen_H / seen_H.square().mean().sqrt())
 
-    def _direction(self, width: int) -> torch.Tensor:
-        drawn = self._rng.standard_normal(width)
-        return torch.from_numpy(drawn / (drawn**2).mean() ** 0.5)
+    def _directions(self, number: int, moment: Moment) -> torch.Tensor:
+        """Random rows of rms 1: [number, H]."""
+        drawn = torch.from_numpy(self._rng.standard_normal((number, moment.model.config.hidden_size))).float()
+        return drawn / drawn.square().mean(dim=1, keepdim=True).sqrt()
 
 
 @torch.no_grad()
 def _stream_of_copy(model: Any, context_S: torch.Tensor, row_H: torch.Tensor) -> torch.Tensor:
-    """The residual stream after NUM_BLOCKS blocks at the last position, as the copy computes it: float64 [H]."""
+    """The residual stream after NUM_BLOCKS blocks at the last position, as the copy computes it: [H]."""
     embedded_1SH = model.get_input_embeddings()(context_S[None]).clone()
     embedded_1SH[0, -1] = row_H.to(embedded_1SH.dtype)
     states = model(inputs_embeds=embedded_1SH, use_cache=False, output_hidden_states=True).hidden_states
-    return states[NUM_BLOCKS][0, -1].double()  # type: ignore[no-any-return]
+    return states[NUM_BLOCKS][0, -1].float()  # type: ignore[no-any-return]
 
 
 def _effect(model: Any, rollouts: Rollouts, row: int, *, norm_min: float) -> _Effect | None:

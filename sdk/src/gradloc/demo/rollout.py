@@ -57,16 +57,23 @@ class InferenceCopy:
         return Rollouts(problems, ids_BT, mask_BR, logp_BR)
 
     @torch.no_grad()
-    def resume(self, rollouts: Rollouts, row: int, at: int, inserted: int) -> Rollouts:
-        """The rollouts with a tool's token put into `row` at response position `at` and the rest sampled anew."""
+    def resume(self, rollouts: Rollouts, row: int, at: int, inserted: int, number: int = 1) -> list[Rollouts]:
+        """The rollouts with a tool's token put into `row` at response position `at` and the rest sampled anew.
+
+        So many different continuations as `number` samples give, at least one.
+        """
         start = PROMPT_LENGTH + at
-        prefix_1S = torch.cat([rollouts.ids_BT[row, :start], torch.tensor([inserted])])[None]
-        ids_1T, mask_1N, logp_1N = self._continue(prefix_1S)
-        ids_BT, mask_BR, logp_BR = rollouts.ids_BT.clone(), rollouts.mask_BR.clone(), rollouts.logp_BR.clone()
-        ids_BT[row] = ids_1T[0]
-        mask_BR[row, at], logp_BR[row, at] = False, 0.0  # nobody sampled it: it is in the context only
-        mask_BR[row, at + 1 :], logp_BR[row, at + 1 :] = mask_1N[0], logp_1N[0]
-        return replace(rollouts, ids_BT=ids_BT, mask_BR=mask_BR, logp_BR=logp_BR)
+        prefix_S = torch.cat([rollouts.ids_BT[row, :start], torch.tensor([inserted])])
+        ids_KT, mask_KN, logp_KN = self._continue(prefix_S.repeat(number, 1))
+        found: dict[tuple[int, ...], Rollouts] = {}
+        for index in range(number):
+            ids_BT, mask_BR, logp_BR = rollouts.ids_BT.clone(), rollouts.mask_BR.clone(), rollouts.logp_BR.clone()
+            ids_BT[row] = ids_KT[index]
+            mask_BR[row, at], logp_BR[row, at] = False, 0.0  # nobody sampled it: it is in the context only
+            mask_BR[row, at + 1 :], logp_BR[row, at + 1 :] = mask_KN[index], logp_KN[index]
+            key = tuple(int(token) for token in ids_KT[index])
+            found.setdefault(key, replace(rollouts, ids_BT=ids_BT, mask_BR=mask_BR, logp_BR=logp_BR))
+        return list(found.values())
 
     def _continue(self, prefix_BS: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Sample up to the row's end: ids [B, T], mask and logp of the N sampled positions [B, N]."""

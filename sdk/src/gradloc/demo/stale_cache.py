@@ -14,7 +14,7 @@ from gradloc.demo.rollout import InferenceCopy, Rollouts
 from gradloc.demo.settings import GROUP_SIZE, NUM_MICRO_BATCHES, rewards_of
 from gradloc.demo.task import PROMPT_LENGTH
 
-GROWTH_MIN = 30.0  # of the gradient at the logits over that of the whole rank: smaller is no spike to speak of
+GROWTH_MIN = 80.0  # of the gradient at the logits over that of the whole rank: smaller is no spike to speak of
 
 
 def stale_logp(copy: InferenceCopy, previous: Rollouts, rollouts: Rollouts) -> torch.Tensor:
