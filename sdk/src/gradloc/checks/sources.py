@@ -44,9 +44,12 @@ def _batches(snapshot: Snapshot) -> list[tuple[int, int, MicroBatch]]:
     ]
 
 
-def _placed(found: Sequence[CheckFinding], rank: int, index: int, tally: Tally) -> None:
+def _placed(found: Sequence[CheckFinding], rank: int, index: int, tally: Tally, first_position: int = 0) -> None:
+    """Add the place in the step; a token counts positions of the whole row, as in findings of a localization."""
     for one in found:
-        where = {"rank": rank, "micro_batch": index, **one.where}
+        where: dict[str, int | str] = {"rank": rank, "micro_batch": index, **one.where}
+        if isinstance(where.get("token"), int):
+            where["token"] = first_position + int(where["token"])
         tally.add(replace(one, where=where))
 
 
@@ -70,7 +73,7 @@ def _policy(snapshot: Snapshot) -> Report:
     skipped = []
     for rank, index, one in batches:
         tokens = ratios.TokenBatch(one.logp_BR, one.mask_BR, one.rollout_logp_BR, one.old_logp_BR)
-        _placed(ratios.check_tokens(tokens, grad_norm=manifest.grad_norm), rank, index, tally)
+        _placed(ratios.check_tokens(tokens, grad_norm=manifest.grad_norm), rank, index, tally, one.first_position)
         if one.advantage_BR is not None:
             weight_BR = one.advantage_BR.double() * (one.mask_BR != 0)
             reference_BR = one.rollout_logp_BR if one.rollout_logp_BR is not None else one.old_logp_BR
