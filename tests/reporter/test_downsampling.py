@@ -33,9 +33,10 @@ def test_first_last_least_greatest_and_what_is_not_finite_survive(values: list[f
         assert any(not math.isfinite(value) for value in left)
 
 
-def test_a_single_spike_among_a_hundred_thousand_steps_survives() -> None:
+@pytest.mark.parametrize("spike", [640.0, math.nan, math.inf, 0.0])
+def test_a_single_odd_step_among_a_hundred_thousand_survives(spike: float) -> None:
     values = [0.4] * 100_000
-    values[73_211] = 640.0
+    values[73_211] = spike
     assert 73_211 in kept(values, 500)
 
 

@@ -3,7 +3,7 @@
 import math
 import re
 
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from gradloc_proto import messages as m
@@ -22,6 +22,7 @@ def test_a_sparkline_stays_in_its_box(norms: list[float]) -> None:
     assert all(0 <= value <= 1000 for value in coordinates(drawing.sparkline(norms)))
 
 
+@example([(121.0, None)], 0)  # no round number is near
 @given(st.lists(st.tuples(NUMBERS, st.none() | NUMBERS), max_size=50), st.integers(0, 10**9))
 def test_a_chart_stays_in_its_box_and_its_ticks_too(values: list[tuple[float, float | None]], first: int) -> None:
     steps = [(first + index, norm, limit) for index, (norm, limit) in enumerate(values)]

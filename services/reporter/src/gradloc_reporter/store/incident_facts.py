@@ -25,7 +25,7 @@ from gradloc_proto.messages import (
     RelocalizeRequested,
     Spike,
 )
-from gradloc_reporter.store.rows import get_or_insert, insert_new
+from gradloc_reporter.store.rows import get_or_insert, insert_if_new, insert_new
 from gradloc_reporter.store.run_facts import add_event, run_row
 from gradloc_reporter.store.tables import FindingRow, IncidentRow, SpikeRow
 
@@ -98,7 +98,7 @@ def spike_told(session: Session, message: IncidentOpened | IncidentJoined | Inci
         "ts": message.ts,
         "spike_json": spike.model_dump_json(),
     }
-    new = insert_new(session, SpikeRow, [values]) == 1
+    new = insert_if_new(session, SpikeRow, values)
     detail = {"step": spike.step} | spike.model_dump(mode="json", include={"grad_norm", "healthy_norm"})
     logged = _log(session, message, detail)
     if new or logged:

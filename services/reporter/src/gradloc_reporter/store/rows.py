@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar, cast
 
-from sqlalchemy import CursorResult, Table
+from sqlalchemy import Table
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.orm import Session
 
@@ -12,14 +12,25 @@ from gradloc_reporter.store.tables import Base
 Row = TypeVar("Row", bound=Base)
 
 
-def insert_new(session: Session, row_type: type[Base], rows: Sequence[Mapping[str, Any]]) -> int:
-    """Insert rows whose keys are not there yet; returns how many were (exact for a single row)."""
-    if not rows:
-        return 0
+def insert_new(session: Session, row_type: type[Base], rows: Sequence[Mapping[str, Any]]) -> None:
+    """Insert those rows whose keys are not there yet."""
+    if rows:
+        session.execute(_insert(session, row_type), [dict(row) for row in rows])
+
+
+def insert_if_new(session: Session, row_type: type[Base], row: Mapping[str, Any]) -> bool:
+    """Insert one row; False when its key was there already."""
     table = cast(Table, row_type.__table__)
-    insert = postgresql.insert if session.get_bind().dialect.name == "postgresql" else sqlite.insert
-    result = session.execute(insert(table).on_conflict_do_nothing(), [dict(row) for row in rows])
-    return cast(CursorResult[Any], result).rowcount
+    # RETURNING rather than a row count: after an insert SQLAlchemy keeps no count for PostgreSQL.
+    statement = _insert(session, row_type).returning(*table.primary_key.columns)
+    return session.execute(statement, dict(row)).first() is not None
+
+
+def _insert(session: Session, row_type: type[Base]) -> postgresql.Insert | sqlite.Insert:
+    table = cast(Table, row_type.__table__)
+    if session.get_bind().dialect.name == "postgresql":
+        return postgresql.insert(table).on_conflict_do_nothing()
+    return sqlite.insert(table).on_conflict_do_nothing()
 
 
 def get_or_insert(session: Session, row_type: type[Row], key: Any, values: Mapping[str, Any]) -> Row:

@@ -17,7 +17,7 @@ from gradloc_proto.messages import (
     StepObserved,
     StreamGapNoticed,
 )
-from gradloc_reporter.store.rows import get_or_insert, insert_new
+from gradloc_reporter.store.rows import get_or_insert, insert_if_new, insert_new
 from gradloc_reporter.store.tables import EventRow, RunRow, SnapshotRow, StepRow
 
 
@@ -138,4 +138,4 @@ def add_event(
         "kind": kind,
         "detail_json": json.dumps(detail, sort_keys=True),
     }
-    return insert_new(session, EventRow, [values]) == 1
+    return insert_if_new(session, EventRow, values)

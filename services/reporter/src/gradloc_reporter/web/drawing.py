@@ -139,7 +139,7 @@ def _nice(low: float, high: float) -> list[float]:
         for mantissa in ((1, 2, 5) if high - low > 0.7 else (1, 1.5, 2, 3, 4, 5, 6, 8))
         if low <= math.log10(mantissa) + exponent <= high
     ]
-    return fine[:: max(1, math.ceil(len(fine) / 6))]
+    return fine[:: max(1, math.ceil(len(fine) / 6))] or [10.0 ** ((low + high) / 2)]
 
 
 def level(value: float, largest: float) -> int:
