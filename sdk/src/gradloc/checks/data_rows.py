@@ -95,6 +95,7 @@ class _Checker:
         self._seen = Seen() if "prompt" in fields else None
         self._last_prompt: int | None = None
         self._run_start = 0
+        self._before: tuple[int, int] | None = None
         self._num_prompts = 0
         self._num_prompts_special = 0
         self._num_tokens = 0
@@ -192,7 +193,11 @@ class _Checker:
             return
         fingerprint = hash(prompt)
         if fingerprint != self._last_prompt:
-            self._last_prompt, self._run_start = fingerprint, row.number
+            # One odd row inside a group does not make two groups of it.
+            resumes = self._before is not None and self._before[0] == fingerprint and row.number - self._run_start == 1
+            start = self._before[1] if resumes and self._before is not None else row.number
+            self._before = None if self._last_prompt is None else (self._last_prompt, self._run_start)
+            self._last_prompt, self._run_start = fingerprint, start
         uid_field = self._fields.get("uid")
         uid = row.values.get(uid_field) if uid_field is not None else None
         group = self._run_start if uid is None else hash(str(uid))
