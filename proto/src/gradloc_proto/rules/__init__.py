@@ -1,0 +1,53 @@
+"""Which step is abnormal for its run: the pure rules that trainer and detector apply alike.
+
+    flags = judge(state, observation)           # before learning from it
+    state = learn(state, observation, flags)
+    limits = limits_of(state)                    # what the trainer compares its next step with
+
+No I/O, no clock, no torch. `Sensitivity(scale=2)` is the one knob for users: it tolerates spikes twice
+as large. Flags name their rule:
+
+| rule | a step is flagged when |
+|---|---|
+| non-finite | the norm is NaN or infinite, or a layer's is infinite |
+| norm | it stands out of its run's baseline (`baseline`) and of its neighbours |
+| layer | one layer does, twice as far |
+| spread | one layer sticks out of the others as it never did |
+| energy, gain | the factor of norm² that made the spike; alone when twice as clear |
+| ratio-drift, kl-drift | the importance ratio or the KL left its baseline for three steps |
+| vanished, dead | the norm is under 1/300 of healthy for 6 steps, or exactly zero for 32 |
+| growth | the level has crept to 4 times all that was seen before |
+| oscillation | the norm doubled and halved by turns for 32 steps |
+| reward-cliff, accuracy-cliff | five values in a row below all of the last 64 and far below their spread |
+"""
+
+from gradloc_proto.rules.checkpoint import dump_state, load_state
+from gradloc_proto.rules.judgement import (
+    DEFAULT_SENSITIVITY,
+    RunState,
+    Sensitivity,
+    breaches,
+    judge,
+    learn,
+    limits_of,
+)
+from gradloc_proto.rules.observation import Observation, observation_of
+from gradloc_proto.rules.thresholds import LEVEL_FACTOR, Level, segment_limit, smallest_detectable
+
+__all__ = [
+    "DEFAULT_SENSITIVITY",
+    "LEVEL_FACTOR",
+    "Level",
+    "Observation",
+    "RunState",
+    "Sensitivity",
+    "breaches",
+    "dump_state",
+    "judge",
+    "learn",
+    "limits_of",
+    "load_state",
+    "observation_of",
+    "segment_limit",
+    "smallest_detectable",
+]
