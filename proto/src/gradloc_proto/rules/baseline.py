@@ -41,9 +41,9 @@ EARLY_MARGIN = 0.5  # of a limit known from no value at all
 UPPER_QUANTILE = 0.9
 NUM_OF_A_LEVEL = 3  # so many of the last LEVEL_SPAN values standing out are a level
 LEVEL_SPAN = 12
-# A value is news when it is twice as large as its neighbours, and as the excursion that it may belong to.
-NEWS_UNITS = 1 * UNITS_PER_OCTAVE
-EXCURSION_UNITS = 3 * UNITS_PER_OCTAVE  # fallen to under an eighth, it is another excursion
+# A value is news when it is 2.5 times its neighbours and twice the excursion that it may belong to.
+NEIGHBOUR_UNITS = math.log2(2.5) * UNITS_PER_OCTAVE
+EXCURSION_UNITS = (-3.0 * UNITS_PER_OCTAVE, 1.0 * UNITS_PER_OCTAVE)  # under an eighth it is another one
 # Limits are renewed at every step of a young run, then at every fourth: sorting costs more than judging.
 NUM_YOUNG = 64
 RENEW_EVERY = 4
@@ -103,10 +103,10 @@ class Baseline:
     def is_news(self, value_S: Floats) -> Mask:
         """Which values stand out of their neighbourhood too: a change of level is told once, not at each step."""
         is_known_S = self.recent_S3.min(axis=1) != _EMPTY
-        near_S = is_known_S & (value_S < np.sort(self.recent_S3, axis=1)[:, 1] + float(NEWS_UNITS))
-        out_S = self.excursion_S != _EMPTY
-        again_S = out_S & (value_S < self.excursion_S + float(NEWS_UNITS))
-        again_S &= value_S > self.excursion_S - float(EXCURSION_UNITS)
+        near_S = is_known_S & (value_S < np.sort(self.recent_S3, axis=1)[:, 1] + NEIGHBOUR_UNITS)
+        low, high = EXCURSION_UNITS
+        beyond_S = value_S - self.excursion_S
+        again_S = (self.excursion_S != _EMPTY) & (beyond_S > low) & (beyond_S < high)
         return np.asarray(~near_S & ~again_S)
 
     def seen_level(self, row: int, *, skip_newest: int) -> float:
