@@ -15,7 +15,7 @@ as large. Flags name their rule:
 | spread | one layer sticks out of the others as it never did |
 | energy, gain | the factor of norm² that made the spike; alone when twice as clear |
 | ratio-drift, kl-drift | the importance ratio or the KL left its baseline for three steps |
-| vanished, dead | the norm is under 1/300 of healthy for 6 steps, or exactly zero for 32 |
+| vanished, dead | the norm is under 1/300 of healthy for 6 steps, or exactly zero longer than its zeros explain |
 | growth | the level has crept to 4 times all that was seen before |
 | oscillation | the norm doubled and halved by turns for 32 steps |
 | reward-cliff, accuracy-cliff | five values in a row below all of the last 64 and far below their spread |

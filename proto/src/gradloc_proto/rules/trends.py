@@ -16,8 +16,11 @@ from gradloc_proto.rules.observation import Observation
 # Quiet phases of real runs (only a KL term left) stay within a hundredth, or last at most 4 steps.
 VANISHED_FACTOR = 300.0
 VANISHED_STEPS = 6
-# Where 59 % of the steps are exact zeros, the longest streak in 2,400 was 14.
-DEAD_STEPS = 32
+# Exact zeros are a habit of some runs (59 % of the steps of one): a streak is dead when its chance,
+# given how often the run had zeros before, is below one in a million.
+DEAD_STEPS_MIN = 8
+DEAD_STEPS_MAX = 64
+DEAD_CHANCE = 1e-6
 GROWTH_FACTOR = 4.0  # median of the last window over everything before the last two windows
 # A random series turns at two steps of three: 32 in a row have a chance of 3e-6.
 OSCILLATION_STEPS = 32
@@ -64,8 +67,9 @@ class Trends:
     """Memory of the slow rules."""
 
     num_tiny: int = 0
-    num_zero: int = 0
-    num_zero_max: int = 0
+    num_zero: int = 0  # in a row, up to now
+    num_zero_before: int = 0  # in all before that
+    num_positive: int = 0
     last_units: float | None = None
     is_rising: bool = False
     num_turns: int = 0
@@ -96,7 +100,8 @@ class Trends:
         told_units, told_at = self._growth(units, norms, row, is_high, flags)
         trends = Trends(
             num_tiny=self._tiny(units, healthy_units, flags),
-            num_zero_max=max(self.num_zero_max, self.num_zero),
+            num_zero_before=self.num_zero_before + self.num_zero,
+            num_positive=self.num_positive + 1,
             last_units=units,
             is_rising=is_rising,
             num_turns=num_turns,
@@ -119,11 +124,11 @@ class Trends:
 
     def _zero(self, healthy_units: float, flags: list[Flag]) -> int:
         num_zero = self.num_zero + 1
-        if num_zero == max(DEAD_STEPS, 2 * self.num_zero_max) and not math.isnan(healthy_units):
-            healthy = amount_of(healthy_units)
-            flags.append(
-                Flag(rule="dead", series="norm", value=0.0, score=float(num_zero), baseline=healthy, limit=0.0)
-            )
+        habit = (self.num_zero_before + 1) / (self.num_zero_before + self.num_positive + 2)
+        needed = math.ceil(math.log(DEAD_CHANCE) / math.log(habit))
+        if num_zero == min(max(needed, DEAD_STEPS_MIN), DEAD_STEPS_MAX) and not math.isnan(healthy_units):
+            known = {"baseline": amount_of(healthy_units), "limit": 0.0}
+            flags.append(Flag(rule="dead", series="norm", value=0.0, score=float(num_zero), **known))
         return num_zero
 
     def _tiny(self, units: float, healthy_units: float, flags: list[Flag]) -> int:
