@@ -36,7 +36,7 @@ def review(script: Script, played: Played) -> dict[str, Any]:
         "limit": certificate.get("limit"),
         "fix": finding.get("fix"),
         "replay_rel_error": fidelity.get("rel_error"),
-        "trainer_stall_s": first.get("stall_s"),
+        "trainer_stall_s": max((float(outcome["stall_s"]) for outcome in played.outcomes), default=None),
         "steps_during_localization": _steps_between(played.step_times, played.alert_at, played.culprit_at),
         "layers_exploding": [
             int(name.removeprefix("layers."))
@@ -44,6 +44,7 @@ def review(script: Script, played: Played) -> dict[str, Any]:
             if name.startswith("layers.")
         ],
         "module_kinds_exploding": finding.get("module_kinds_exploding") or [],
+        "profile_peak": _profile_peak(finding.get("profile")),
         "seconds_to_alert": _seconds(played, struck_at, played.alert_at),
         "seconds_to_culprit": _seconds(played, struck_at, played.culprit_at),
         "slack": texts[0] if texts else None,
@@ -64,8 +65,11 @@ def _is_right(script: Script, result: dict[str, Any]) -> bool:
         return bool(result["redis_killed"] and result["events_dropped"] > 0)
     if result["truth"] is None:
         return script.fault == "none" and result["incidents"] == 0 and result["found"] is None
-    found = result["found"]
-    return found is not None and all(found[key] == result["truth"][key] for key in _PLACE)
+    truth, found, peak = result["truth"], result["found"], result["profile_peak"]
+    if found is None or any(found[key] != truth[key] for key in _PLACE):
+        return False
+    # Where layers explode, the culprit is the token after the planted position; the profile must show that one.
+    return "position" not in truth or (peak is not None and peak["position"] == truth["position"])
 
 
 def _truth(played: Played) -> dict[str, Any] | None:
@@ -81,6 +85,7 @@ def _truth(played: Played) -> dict[str, Any] | None:
         "sequence": sequence,
         "token": token,
         "share": truth.share,
+        **{key: kept.planted[key] for key in ("position", "layers") if key in kept.planted},
     }
 
 
@@ -97,6 +102,18 @@ def _found(finding: dict[str, Any]) -> dict[str, Any] | None:
         "token_text": first.get("token_text"),
         "layer": first.get("layer"),
     }
+
+
+def _profile_peak(profile: dict[str, Any] | None) -> dict[str, Any] | None:
+    """Layer and position that hold most of the culprit sequence's squared gradient."""
+    if not profile or not profile["values"]:
+        return None
+    value, layer, column = max(
+        (float(value), layer, column)
+        for layer, row in zip(profile["layers"], profile["values"], strict=True)
+        for column, value in enumerate(row)
+    )
+    return {"layer": layer, "position": profile["first_position"] + column, "share": value}
 
 
 def _steps_between(times: list[float], begin: float | None, end: float | None) -> int:
