@@ -2,6 +2,7 @@
 
 import json
 import runpy
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -9,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from gradloc.checks.log_series import read_lines, read_log
-from gradloc.checks.log_signals import signal_of
 from gradloc.checks.log_shapes import collapse, plateau, saw_tooth
+from gradloc.checks.log_signals import signal_of
 from gradloc.checks.triage import triage
 
 FORMATS = runpy.run_path(str(Path(__file__).with_name("log_formats.py")))
@@ -158,7 +159,10 @@ def test_a_rank_that_fails_under_torchrun(how, branch, tmp_path):
     script = tmp_path / "ranks.py"
     script.write_text(_RANKS)
     log = tmp_path / "train.log"
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0"]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", port]
     with log.open("w") as out:
         subprocess.run(
             [*torchrun, "--master-addr", "127.0.0.1", script, how],
