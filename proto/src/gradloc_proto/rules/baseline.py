@@ -41,9 +41,7 @@ EARLY_MARGIN = 0.5  # of a limit known from no value at all
 UPPER_QUANTILE = 0.9
 NUM_OF_A_LEVEL = 3  # so many of the last LEVEL_SPAN values standing out are a level
 LEVEL_SPAN = 12
-# A value is news when it is 2.5 times its neighbours and twice the excursion that it may belong to.
-NEIGHBOUR_UNITS = math.log2(2.5) * UNITS_PER_OCTAVE
-EXCURSION_UNITS = (-3.0 * UNITS_PER_OCTAVE, 1.0 * UNITS_PER_OCTAVE)  # under an eighth it is another one
+NEIGHBOUR_UNITS = math.log2(2.5) * UNITS_PER_OCTAVE  # a value is news when it is so far above the middle of three
 # Limits are renewed at every step of a young run, then at every fourth: sorting costs more than judging.
 NUM_YOUNG = 64
 RENEW_EVERY = 4
@@ -59,7 +57,6 @@ _ARRAYS: dict[str, tuple[str, int]] = {
     "recent_S3": ("<i2", 3),
     "high_SK": ("<i2", NUM_OF_A_LEVEL),
     "high_at_SK": ("<i4", NUM_OF_A_LEVEL),
-    "excursion_S": ("<i2", 0),
     "streak_S": ("<i2", 0),
     "limit_S": ("<f4", 0),
     "median_S": ("<f4", 0),
@@ -87,8 +84,7 @@ class Baseline:
     recent_S3: Codes  # the last three of them, accepted or not
     high_SK: Codes  # the last ones that stood out and were not accepted ...
     high_at_SK: Counts  # ... and the count of seen values then
-    excursion_S: Codes  # largest value since the series left its baseline; empty when it is inside
-    streak_S: Codes  # number of values since then
+    streak_S: Codes  # how many of the last values stood out in a row
     limit_S: Units  # limit at scale 1; NaN before NUM_WARMUP values
     median_S: Units  # healthy value; NaN before NUM_WARMUP values
     num_steps: int = 0
@@ -101,13 +97,11 @@ class Baseline:
         return np.asarray(value_S > self.limit_S + margin_S)
 
     def is_news(self, value_S: Floats) -> Mask:
-        """Which values stand out of their neighbourhood too: a change of level is told once, not at each step."""
+        """Which values stand out of their neighbourhood too: a change of level is told at its first two steps,
+        then it has become the neighbourhood. Until three values came every value is news."""
         is_known_S = self.recent_S3.min(axis=1) != _EMPTY
-        near_S = is_known_S & (value_S < np.sort(self.recent_S3, axis=1)[:, 1] + NEIGHBOUR_UNITS)
-        low, high = EXCURSION_UNITS
-        beyond_S = value_S - self.excursion_S
-        again_S = (self.excursion_S != _EMPTY) & (beyond_S > low) & (beyond_S < high)
-        return np.asarray(~near_S & ~again_S)
+        middle_S = np.sort(self.recent_S3, axis=1)[:, 1]
+        return np.asarray(~is_known_S | (value_S > middle_S + NEIGHBOUR_UNITS))
 
     def seen_level(self, row: int, *, skip_newest: int) -> float:
         """Largest block maximum of a series but for the newest blocks, in units; -inf when there is none."""
@@ -149,9 +143,7 @@ class Baseline:
             at_SK[level] = _LONG_AGO
             changes |= {"high_SK": high_SK, "high_at_SK": at_SK}
         if has_high or self.streak_S.any():
-            out_S = np.where(own_S, np.maximum(self.excursion_S, code_S), _EMPTY)
             streak_S = np.where(own_S, np.minimum(self.streak_S, 999) + 1, 0).astype(np.int16)
-            changes["excursion_S"] = np.where(is_value_S, out_S, self.excursion_S)
             changes["streak_S"] = np.where(is_value_S, streak_S, self.streak_S)
         later = replace(self, window_SW=draft.window_SW, num_S=draft.num_S, blocks_SB=draft.blocks_SB, **changes)
         is_due = later.num_steps <= NUM_YOUNG or later.num_steps % RENEW_EVERY == 0
@@ -229,7 +221,6 @@ def empty(num_series: int) -> Baseline:
         recent_S3=codes(3),
         high_SK=codes(NUM_OF_A_LEVEL),
         high_at_SK=np.full((num_series, NUM_OF_A_LEVEL), _LONG_AGO, np.int32),
-        excursion_S=codes(),
         streak_S=np.zeros(num_series, np.int16),
         limit_S=unknown_S,
         median_S=unknown_S,
