@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 
 from gradloc_proto import messages as m
 from gradloc_reporter.figures import factor, number, percent, token_text, visible
+from gradloc_reporter.history import event_text
 from gradloc_reporter.slack.blocks import SECTION_MAX, TEXT_MAX, blocks_of, clipped, text_of
-from gradloc_reporter.text import Story, culprit_in_short, event_text, mrkdwn, plain, tell, with_text_hidden
+from gradloc_reporter.text import Story, culprit_in_short, mrkdwn, plain, tell, with_text_hidden
 
 
 def story(kit: Any, finding: m.Finding | None = None, **values: Any) -> Story:

@@ -325,45 +325,6 @@ def _text(pieces: Iterable[Piece]) -> str:
     return "".join(piece.text for piece in pieces)
 
 
-# --- the log -----------------------------------------------------------------------------------
-
-
-def event_text(kind: str, detail: dict[str, object]) -> str:
-    """What happened, in one line of the log."""
-
-    def said(key: str, limit: int = FREE_TEXT_MAX) -> str:
-        value = detail.get(key, "")
-        return f"{value:,}" if isinstance(value, int) else visible(str(value), limit)
-
-    match kind:
-        case "incident_opened" | "incident_joined" | "incident_worsened":
-            verb = {"incident_opened": "Spike", "incident_joined": "Another spike", "incident_worsened": "Worse spike"}
-            norm = number(float(str(detail.get("grad_norm", "nan"))))
-            return f"{verb[kind]} at step {said('step')}: grad norm {norm}"
-        case "incident_resolved":
-            return f"Resolved at step {said('step')}: {said('reason')}"
-        case "localization_started":
-            return f"Localization attempt {said('localization_attempt')} started"
-        case "localization_failed":
-            return f"Localization attempt {said('localization_attempt')} failed: {said('reason')}"
-        case "localization_finished":
-            verdict = VERDICT_NAMES.get(said("verdict"), said("verdict"))
-            return f"Localization attempt {said('localization_attempt')} finished: {verdict}"
-        case "job_reported":
-            more = f": {said('detail')}" if detail.get("detail") else ""
-            return f"Ray job of attempt {said('localization_attempt')} {said('status')}{more}"
-        case "relocalize_requested":
-            return f"{said('by', 60)} asked for another localization"
-        case "acknowledged":
-            return f"Acknowledged by {said('by', 60)}"
-        case "commented":
-            return f"{said('by', 60)}: {said('text', 2000)}"
-        case "stream_gap_noticed":
-            return f"Steps {said('first_step')} to {said('last_step')} never arrived: {said('reason')}"
-        case _:
-            return kind.replace("_", " ")
-
-
 # --- rendering ---------------------------------------------------------------------------------
 
 

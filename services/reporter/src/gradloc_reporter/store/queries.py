@@ -13,6 +13,7 @@ from sqlalchemy.orm import Session
 from gradloc_proto.messages import Finding, Spike
 from gradloc_reporter import answers as a
 from gradloc_reporter.downsampling import kept
+from gradloc_reporter.history import event_text
 from gradloc_reporter.store.tables import (
     EventRow,
     FindingRow,
@@ -22,7 +23,7 @@ from gradloc_reporter.store.tables import (
     SpikeRow,
     StepRow,
 )
-from gradloc_reporter.text import Story, culprit_in_short, event_text, plain, redacted, status_text, tell
+from gradloc_reporter.text import Story, culprit_in_short, plain, redacted, status_text, tell
 
 SPIKES_TOLD_MAX = 200  # of one incident; a storm may have thousands
 EVENTS_TOLD_MAX = 500
