@@ -71,9 +71,9 @@ def _device(name: str) -> str:
     if name == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        torch.device(name)
-    except RuntimeError:
-        raise ModelRejected(f"device {name[:40]!r} is not one that torch knows; expected cpu, cuda or cuda:0") from None
+        torch.empty(0, device=name)
+    except (RuntimeError, AssertionError):  # torch asserts where it was built without CUDA
+        raise ModelRejected(f"device {name[:40]!r} is not on this machine; expected cpu, cuda or cuda:0") from None
     return name
 
 
