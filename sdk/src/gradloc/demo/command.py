@@ -15,12 +15,16 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 from rich.table import Table
 from rich.text import Text
 
+from gradloc.demo.envelope import FAULT_NAMES
+from gradloc.demo.performance import Script, Told, perform
+from gradloc.demo.review import review
+from gradloc.workstation.processes import StartFailed, interruptible
+
 NUM_STEPS = 60
-_NAMES = ("token-mismatch", "layer", "none")
 
 
 @click.command(name="demo")
-@click.option("--fault", default="token-mismatch", show_default=True, help=f"One of {', '.join(_NAMES)}.")
+@click.option("--fault", default="token-mismatch", show_default=True, help=f"One of {', '.join(FAULT_NAMES)}.")
 @click.option("--seed", type=click.IntRange(0, 10**6), default=1, show_default=True, help="Chooses data and place.")
 @click.option("--steps", "num_steps", type=click.IntRange(40, 10_000), default=NUM_STEPS, show_default=True)
 @click.option("--strategy", type=click.Choice(["attribution", "bisect"]), default="attribution", show_default=True)
@@ -48,19 +52,16 @@ def demo(
     Redis, detector, Ray job, reporter and a Slack-compatible endpoint run for real on this machine.
     Exit code 0: the truth was found (with --fault none: nothing was); 1: it was not; 2: bad input.
     """
-    if fault not in _NAMES:
-        raise click.UsageError(f"unknown fault {fault!r}; expected one of {', '.join(_NAMES)}")
+    if fault not in FAULT_NAMES:
+        raise click.UsageError(f"unknown fault {fault!r}; expected one of {', '.join(FAULT_NAMES)}")
     if kill_redis_at_step is not None and kill_redis_at_step >= num_steps:
         raise click.UsageError(f"--kill-redis-at-step {kill_redis_at_step} is beyond the last of {num_steps} steps")
-    # Here, so that `gradloc --help` and a mistyped option need not wait for torch.
-    from gradloc.demo.performance import Script
-    from gradloc.workstation.processes import StartFailed
-
     script = Script(fault, seed, num_steps, strategy, kill_redis_at_step)
     console = Console(stderr=as_json, highlight=False)
     work = Path(tempfile.mkdtemp(prefix="gradloc-demo-"))
     try:
-        result = _play(script, work, console, keep)
+        with interruptible():
+            result = _play(script, work, console, keep)
     except StartFailed as error:
         raise click.ClickException(str(error)) from None
     except KeyboardInterrupt:
@@ -73,10 +74,7 @@ def demo(
     sys.exit(0 if result["right"] else 1)
 
 
-def _play(script: Any, work: Path, console: Console, keep: bool) -> dict[str, Any]:
-    from gradloc.demo.performance import Told, perform
-    from gradloc.demo.review import review
-
+def _play(script: Script, work: Path, console: Console, keep: bool) -> dict[str, Any]:
     columns = (
         SpinnerColumn(),
         TextColumn("{task.description}"),

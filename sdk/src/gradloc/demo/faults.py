@@ -4,19 +4,18 @@ import os
 from pathlib import Path
 
 from gradloc.demo.cancellation import LayerExplosion
+from gradloc.demo.envelope import FAULT_NAMES, FAULT_VARIABLE, JUDGE_VARIABLE
 from gradloc.demo.moment import Fault, PlannedFault
 from gradloc.demo.stale_cache import TokenMismatch
 
-FAULT_VARIABLE = "GRADLOC_DEMO_FAULT"
-JUDGE_VARIABLE = "GRADLOC_DEMO_JUDGE"
 _PLANNED: dict[str, type[PlannedFault]] = {"token-mismatch": TokenMismatch, "layer": LayerExplosion}
-NAMES = (*_PLANNED, "none")
 
 
 def named(name: str, seed: int, world_size: int, judge_dir: Path) -> Fault:
     """The fault `name`. Raises ValueError for an unknown one."""
-    if name not in NAMES:
-        raise ValueError(f"unknown fault {name!r}; expected one of {', '.join(NAMES)}")
+    if name not in FAULT_NAMES:
+        raise ValueError(f"unknown fault {name!r}; expected one of {', '.join(FAULT_NAMES)}")
+    assert (*_PLANNED, "none") == FAULT_NAMES
     return _PLANNED[name](seed, world_size, judge_dir) if name in _PLANNED else Fault()
 
 

@@ -3,13 +3,20 @@
 For every token of the step that was struck, the inner product of its own term's gradient with the
 gradient of the whole step, by plain autograd (twice backward; a test holds it against one backward a
 token). Shares none of gradloc's code: no capture, no finite differences, no snapshot. Shapes: B rows,
-R response positions, D parameters.
+R response positions.
+
+    python -m gradloc.demo.judge --folder DIR --world-size 2     # writes DIR/truth.json: null where nothing struck
 """
 
+import json
 from dataclasses import dataclass
+from pathlib import Path
 
+import click
 import torch
 
+from gradloc.demo import testimony as kept
+from gradloc.demo.envelope import TRUTH
 from gradloc.demo.grpo import token_losses
 from gradloc.demo.model import load_weights, new_model, response_logp
 from gradloc.demo.testimony import Testimony
@@ -69,3 +76,33 @@ def _losses(model: torch.nn.Module, part: dict[str, torch.Tensor]) -> torch.Tens
     """Each token's term of the loss: [B, R]."""
     logp_BR = response_logp(model, part["ids_BT"])
     return token_losses(logp_BR, part["old_logp_BR"], part["rollout_logp_BR"], part["advantage_B"], part["mask_BR"])
+
+
+@click.command()
+@click.option("--folder", type=click.Path(path_type=Path, exists=True), required=True)
+@click.option("--world-size", type=click.IntRange(1), required=True)
+def main(folder: Path, world_size: int) -> None:
+    """Judge the testimony in FOLDER."""
+    torch.set_num_threads(1)
+    testimony = kept.read(folder, world_size)
+    document: dict[str, object] | None = None
+    if testimony is not None:
+        truth = truth_of(testimony)
+        rank, micro_batch, sequence, token = truth.place
+        document = {
+            "step": int(testimony.planted["step"]),
+            "rank": rank,
+            "micro_batch": micro_batch,
+            "sequence": sequence,
+            "token": token,
+            "share": truth.share,
+            "runner_up_share": truth.runner_up_share,
+        }
+        document |= {key: testimony.planted[key] for key in ("position", "layers") if key in testimony.planted}
+    part = folder / f"{TRUTH}.part"
+    part.write_text(json.dumps(document))
+    part.rename(folder / TRUTH)
+
+
+if __name__ == "__main__":
+    main()

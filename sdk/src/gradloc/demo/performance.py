@@ -17,15 +17,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from gradloc.demo import faults
+from gradloc.demo.envelope import FAULT_VARIABLE, JUDGE_VARIABLE, TRUTH
 from gradloc.demo.slack import CHANNEL, TOKEN, SlackEndpoint
 from gradloc.workstation.processes import Process, StartFailed
 from gradloc.workstation.services import Plan, Workstation
 
 WORLD_SIZE = 2
+PRETRAINED = "pretrained.safetensors"
 PRETRAINING_TIMEOUT_S = 300.0
 TRAINING_TIMEOUT_S = 900.0
 FINDING_TIMEOUT_S = 300.0
+JUDGE_TIMEOUT_S = 300.0
 QUIET_TIMEOUT_S = 60.0  # for services to have read a finished run to its end
 _POLL_S = 0.1
 
@@ -74,6 +76,12 @@ class Played:
         return self.work / "judge"
 
     @property
+    def truth(self) -> dict[str, Any] | None:
+        """The judge's: where it was, or None where nothing struck."""
+        truth: dict[str, Any] | None = json.loads((self.judge_dir / TRUTH).read_text())
+        return truth
+
+    @property
     def finding(self) -> dict[str, Any] | None:
         return None if self.incident is None else self.incident.get("finding")
 
@@ -94,14 +102,20 @@ def perform(script: Script, work: Path, tell: Callable[[Told], None]) -> Iterato
             stack.callback(pretraining.end)
             running = stack.enter_context(Workstation(plan, on_stage=lambda stage: tell(Told(f"{stage} starts"))))
             played = Played(work, running, slack)
-            running.wait_ray()
-            tell(Told("services are up"))
-            weights = work / "training" / "weights.safetensors"
-            pretraining.wait_ready(weights.exists, timeout_s=PRETRAINING_TIMEOUT_S)
-            ranks = _start_ranks(script, running, work)
+            ranks = _start_ranks(script, running, work)  # they load torch meanwhile, and wait for the weights
             for rank in ranks:
                 stack.callback(rank.end)
-            _Audience(script, played, ranks, tell).watch()
+            running.wait_ray()
+            tell(Told("services are up"))
+            pretrained = work / "training" / PRETRAINED
+            pretraining.wait_ready(pretrained.exists, timeout_s=PRETRAINING_TIMEOUT_S)
+            pretrained.rename(work / "training" / "weights.safetensors")
+            audience = _Audience(script, played, ranks, tell)
+            audience.watch_training()
+            judge = _start_judge(work)
+            stack.callback(judge.end)
+            audience.watch_services()
+            judge.wait_ready((played.judge_dir / TRUTH).exists, timeout_s=JUDGE_TIMEOUT_S)
             yield played
 
 
@@ -109,15 +123,15 @@ def _start_pretraining(script: Script, work: Path) -> Process:
     folder = work / "training"
     folder.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "gradloc.demo.pretraining", "--seed", str(script.seed)]
-    command += ["--out", str(folder / "weights.safetensors")]
-    return Process("pretraining", command, folder / "pretraining.log")
+    command += ["--out", str(folder / PRETRAINED)]
+    return Process("pretraining", command, folder / "pretraining.log", {"OMP_NUM_THREADS": "1"})
 
 
 def _start_ranks(script: Script, running: Workstation, work: Path) -> list[Process]:
     judge_dir = work / "judge"
     judge_dir.mkdir(mode=0o700)
     # By the environment: a command line is seen by everyone on the machine.
-    env = {faults.FAULT_VARIABLE: script.fault, faults.JUDGE_VARIABLE: str(judge_dir), "OMP_NUM_THREADS": "1"}
+    env = {FAULT_VARIABLE: script.fault, JUDGE_VARIABLE: str(judge_dir), "OMP_NUM_THREADS": "1"}
     ranks = []
     for rank in range(WORLD_SIZE):
         command = [sys.executable, "-m", "gradloc.demo.trainer", "--work", str(work / "training")]
@@ -126,6 +140,12 @@ def _start_ranks(script: Script, running: Workstation, work: Path) -> list[Proce
         command += ["--redis", running.redis_url, "--store", running.store_url]
         ranks.append(Process(f"rank {rank}", command, work / "training" / f"rank-{rank}.log", env))
     return ranks
+
+
+def _start_judge(work: Path) -> Process:
+    command = [sys.executable, "-m", "gradloc.demo.judge", "--folder", str(work / "judge")]
+    command += ["--world-size", str(WORLD_SIZE)]
+    return Process("judge", command, work / "judge" / "judge.log", {"OMP_NUM_THREADS": "1"})
 
 
 class _Audience:
@@ -138,7 +158,8 @@ class _Audience:
         self._tell = tell
         self._num_read = 0
 
-    def watch(self) -> None:
+    def watch_training(self) -> None:
+        """Until all ranks have ended. Raises StartFailed where one fails."""
         deadline = time.monotonic() + TRAINING_TIMEOUT_S
         while any(rank.returncode is None for rank in self._ranks):
             if time.monotonic() > deadline:
@@ -153,8 +174,6 @@ class _Audience:
         self._played.outcomes = [
             json.loads((training / f"outcome-{rank}.json").read_text()) for rank in range(len(self._ranks))
         ]
-        if not self._played.redis_killed:
-            self._wait_for_the_end()
 
     def _look(self) -> None:
         self._read_progress()
@@ -205,8 +224,10 @@ class _Audience:
             self._tell(Told("culprit found"))
         return self._played
 
-    def _wait_for_the_end(self) -> None:
-        """The services have read the run to its end, and an incident has its finding, in Slack too."""
+    def watch_services(self) -> None:
+        """Until they have read the run to its end, and an incident has its finding, in Slack too."""
+        if self._played.redis_killed:
+            return
         last = self._script.num_steps - 1
         url = f"{self._played.station.reporter_url}/api/v1/runs/{self._script.run_id}"
         _wait(lambda: (_get(url) or {}).get("last_step") == last, QUIET_TIMEOUT_S)

@@ -1,17 +1,15 @@
-"""What came of a performance, beside the truth: the demo's JSON and its exit code. Pure but for the judge."""
+"""What came of a performance, beside the truth: the demo's JSON and its exit code. Pure."""
 
 from typing import Any
 
-from gradloc.demo import testimony
-from gradloc.demo.judge import truth_of
-from gradloc.demo.performance import WORLD_SIZE, Played, Script
+from gradloc.demo.performance import Played, Script
 
 _PLACE = ("step", "rank", "micro_batch", "sequence", "token")
 
 
 def review(script: Script, played: Played) -> dict[str, Any]:
     """The demo's JSON object; `right` says whether it ended as it should."""
-    truth = _truth(played)
+    truth = played.truth
     finding = played.finding or {}
     found = _found(finding)
     certificate = finding.get("certificate") or {}
@@ -70,23 +68,6 @@ def _is_right(script: Script, result: dict[str, Any]) -> bool:
         return False
     # Where layers explode, the culprit is the token after the planted position; the profile must show that one.
     return "position" not in truth or (peak is not None and peak["position"] == truth["position"])
-
-
-def _truth(played: Played) -> dict[str, Any] | None:
-    kept = testimony.read(played.judge_dir, WORLD_SIZE)
-    if kept is None:
-        return None
-    truth = truth_of(kept)
-    rank, micro_batch, sequence, token = truth.place
-    return {
-        "step": int(kept.planted["step"]),
-        "rank": rank,
-        "micro_batch": micro_batch,
-        "sequence": sequence,
-        "token": token,
-        "share": truth.share,
-        **{key: kept.planted[key] for key in ("position", "layers") if key in kept.planted},
-    }
 
 
 def _found(finding: dict[str, Any]) -> dict[str, Any] | None:

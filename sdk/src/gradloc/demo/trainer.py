@@ -42,7 +42,7 @@ from gradloc.demo.settings import (
 )
 
 RENDEZVOUS_TIMEOUT_S = 120.0
-WEIGHTS_TIMEOUT_S = 120.0
+WEIGHTS_TIMEOUT_S = 420.0  # pretraining and services start meanwhile
 HEALTHY_WINDOW = 16
 _log = logging.getLogger("gradloc.demo")
 
