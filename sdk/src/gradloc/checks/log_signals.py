@@ -84,7 +84,9 @@ _PATTERNS: tuple[tuple[SignalName, re.Pattern[str]], ...] = (
         re.compile(
             r"Watchdog caught collective operation timeout|Timeout at NCCL work|NCCL timeout"
             r"|Timed out waiting \d+ms for (send|recv) operation|DistBackendError.*timed out"
-            r"|The client socket has timed out|wait timeout after \d+ms|monitoredBarrier.*timed out|Socket Timeout|DistStoreError: Timed out",
+            r""
+            r"|The client socket has timed out"
+            r"|wait timeout after \d+ms|monitoredBarrier.*timed out|Socket Timeout|DistStoreError: Timed out",
             _I,
         ),
     ),

@@ -153,7 +153,7 @@ class _Loop:
 def _graph_held(faulty: bool) -> Iterable[CheckFinding]:
     model, loop, watch = healthy_model(), _Loop(), MemoryWatch()
     found: tuple[CheckFinding, ...] = ()
-    for _ in range(8):
+    for _ in range(5):
         loss = loss_of(model)
         loop.losses.append(loss if faulty else loss.detach())
         del loss
@@ -165,7 +165,7 @@ def _graph_held(faulty: bool) -> Iterable[CheckFinding]:
 def _memory(faulty: bool) -> Iterable[CheckFinding]:
     loop, watch = _Loop(), MemoryWatch()
     found: tuple[CheckFinding, ...] = ()
-    for _ in range(8):
+    for _ in range(5):
         loop.kept.append(torch.zeros(1 << 20))
         if not faulty:
             loop.kept = loop.kept[-1:]

@@ -66,7 +66,8 @@ class _Run:
         memory = MemoryWatch()
         for step in range(num):
             yield from self._step(step)
-            yield from memory.after_step()
+            if step % 2:
+                yield from memory.after_step()
         yield from check_lr_history(self.rates)
         yield from gradients.check_norms(self.norms)
         yield from check_history(self.reward_means)
