@@ -87,7 +87,7 @@ class Baseline:
     streak_S: Codes  # how many of the last values stood out in a row
     limit_S: Units  # limit at scale 1; NaN before NUM_WARMUP values
     median_S: Units  # healthy value; NaN before NUM_WARMUP values
-    num_steps: int = 0
+    num_steps: int = 0  # that brought a value of any series
 
     def __len__(self) -> int:
         return len(self.num_S)
@@ -131,7 +131,11 @@ class Baseline:
         seen_S[rows] += 1
         draft = _Draft(self.window_SW.copy(), self.num_S.copy(), self.blocks_SB)
         draft.push(np.flatnonzero(is_value_S & ~high_S) if has_high else rows, code_S)
-        changes: dict[str, Any] = {"seen_S": seen_S, "recent_S3": recent_S3, "num_steps": self.num_steps + 1}
+        changes: dict[str, Any] = {
+            "seen_S": seen_S,
+            "recent_S3": recent_S3,
+            "num_steps": self.num_steps + (len(rows) > 0),
+        }
         is_level = False
         if has_high:
             high_SK = np.where(high_S[:, None], np.column_stack([self.high_SK[:, 1:], code_S]), self.high_SK)

@@ -21,7 +21,8 @@ VANISHED_STEPS = 6
 DEAD_STEPS_MIN = 8
 DEAD_STEPS_MAX = 64
 DEAD_CHANCE = 1e-6
-GROWTH_FACTOR = 4.0  # median of the last window over everything before the last two windows
+GROWTH_FACTOR = 4.0  # median of the last window over everything before ...
+GROWTH_BLOCKS = 4  # ... the last four
 # A random series turns at two steps of three: 32 in a row have a chance of 3e-6.
 OSCILLATION_STEPS = 32
 OSCILLATION_FACTOR = 2.0
@@ -151,12 +152,15 @@ class Trends:
     def _turn(self, units: float, flags: list[Flag]) -> tuple[bool, int]:
         change = 0.0 if self.last_units is None else units - self.last_units
         is_rising = change > 0
+        is_told = self.num_turns >= OSCILLATION_STEPS
         if abs(change) < _OSCILLATION_UNITS or is_rising == self.is_rising:
-            return is_rising, 0
+            # A single step out of time does not make the same oscillation news again.
+            left = self.num_turns - OSCILLATION_STEPS // 4
+            return is_rising, left if is_told and left >= OSCILLATION_STEPS else 0
         if self.num_turns + 1 == OSCILLATION_STEPS:
             value, score = amount_of(units), amount_of(abs(change))
             flags.append(Flag(rule="oscillation", series="norm", value=value, score=score, limit=OSCILLATION_FACTOR))
-        return is_rising, self.num_turns + 1
+        return is_rising, min(self.num_turns + 1, 2 * OSCILLATION_STEPS)
 
     def _growth(
         self, units: float, norms: Baseline, row: int, is_high: bool, flags: list[Flag]
@@ -167,9 +171,9 @@ class Trends:
             told = None
         if is_high:  # told as a spike: only what grows beyond it is growth
             return (units if told is None else max(told, units)), num
-        if num < 4 * WINDOW or num % WINDOW:
+        if num < (GROWTH_BLOCKS + 2) * WINDOW or num % WINDOW:
             return told, self.told_at
-        known = norms.seen_level(row, skip_newest=2)
+        known = norms.seen_level(row, skip_newest=GROWTH_BLOCKS)
         level = float(norms.median_S[row])
         floor = known if told is None else max(known, told)
         if level <= floor + _GROWTH_UNITS:
