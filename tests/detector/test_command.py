@@ -124,7 +124,9 @@ def killed_again_and_again(redis_url: str, story, folder: Path, *, num_kills: in
     process.kill()
     process.communicate(timeout=20)
     bus.close()
-    return [codec.decode(data) for data in incidents]
+    told = [codec.decode(data) for data in incidents]
+    # Whether a snapshot came in time is a matter of the clock; the incidents are one of the steps alone.
+    return [message for message in told if message.type.startswith("incident_")]
 
 
 def tale_of(story) -> list:

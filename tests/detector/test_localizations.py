@@ -209,6 +209,8 @@ def test_a_wish_to_localize_again_gets_a_new_attempt_once(spiked):
     assert planned(spiked).ready == ()
     spiked.tell(finished(spiked, 2))
     assert [item.localization_attempt for item in planned(spiked).ready] == [3]
+    spiked.tell(finished(spiked, 3), wish(spiked), wish(spiked, "w2"))
+    assert planned(spiked).ready == ()
 
 
 def test_a_wish_without_a_snapshot_is_answered(story):

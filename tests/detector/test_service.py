@@ -4,6 +4,7 @@ import json
 import threading
 import time
 import urllib.request
+from dataclasses import replace
 
 import pytest
 import redis
@@ -12,7 +13,7 @@ from gradloc_detector.dispatch import Dispatcher, JobTemplate, RayJobs
 from gradloc_detector.metrics import MetricsServer
 from gradloc_detector.service import DetectorService, Settings
 from gradloc_proto import codec, streams
-from gradloc_proto.bus import Commit, CommitResult
+from gradloc_proto.bus import BusUnavailable, Commit, CommitResult
 from gradloc_proto.memory_bus import MemoryBus
 from gradloc_proto.messages import LocalizationFailed, RunEnded, RunStarted, SnapshotRequested
 from gradloc_proto.redis_bus import RedisBus
@@ -280,6 +281,44 @@ def test_a_run_whose_keys_are_spoilt_is_set_aside_and_the_others_go_on(redis_url
         assert kinds(bus, story.run) == ["incident_opened"]
     service.close()
     bus.close()
+
+
+def test_a_stream_spoilt_between_two_reads_sets_its_run_aside_alone(redis_url, story, new_story):
+    bus, other = RedisBus(redis_url), new_story(run="run-b")
+    for told in (story, other):
+        publish(bus, told.run, started(told.run), *told.steps(0, 29))
+    service = DetectorService(bus, settings=replace(QUICK, loss_check_s=1_000.0))
+    turns(service)
+    with redis.Redis.from_url(redis_url) as client:
+        client.set(streams.stream(story.run, "findings"), "no stream")
+    publish(bus, other.run, other.spike(30))
+    turns(service)
+    assert kinds(bus, other.run) == ["incident_opened"]
+    service.close()
+    bus.close()
+
+
+class AnswerLost(MemoryBus):
+    """Does the first commits, but their answers never arrive: the connection broke in between."""
+
+    num_lost = 2
+
+    def commit(self, commit):
+        result = super().commit(commit)
+        if self.num_lost > 0:
+            self.num_lost -= 1
+            raise BusUnavailable("connection reset")
+        return result
+
+
+def test_a_commit_whose_answer_was_lost_doubles_nothing(story, new_story, running, eventually):
+    bus = AnswerLost()
+    tale = [started(story.run), *story.steps(0, 29), story.spike(30), *story.steps(31, 60)]
+    publish(bus, story.run, *tale)
+    running(bus)
+    expected = new_story()
+    expected.tell(*tale)
+    eventually(lambda: read(bus, story.run) == expected.messages() and bus.num_lost == 0)
 
 
 def test_an_incident_stream_with_an_absurd_id_is_refused_and_the_others_go_on(redis_url, story, new_story):

@@ -156,17 +156,18 @@ def test_limits_versions_only_grow_whatever_the_order_of_steps(story):
     assert versions == sorted(set(versions))
 
 
-def test_a_sensitivity_override_scales_the_limits_and_null_takes_it_back(story):
+@pytest.mark.parametrize("last", [100, 101, 102, 103])
+def test_a_sensitivity_override_scales_the_limits_with_the_next_step_and_null_takes_it_back(story, last):
     def override(value, request_id):
         return OverrideSet(
             run_id=story.run, ts=1.0, name="sensitivity", value=value, request_id=request_id, by="a person"
         )
 
-    story.tell(*story.steps(0, 100))
+    story.tell(*story.steps(0, last))
     before = story.messages("limits")[-1].limits.norm
-    story.tell(override(2.0, "r1"), story.step(101))
+    story.tell(override(2.0, "r1"), story.step(last + 1))
     doubled = story.messages("limits")[-1].limits.norm
-    story.tell(override(None, "r2"), override(2.0, "r1"), story.step(102))
+    story.tell(override(None, "r2"), override(2.0, "r1"), story.step(last + 2))
     after = story.messages("limits")[-1].limits.norm
     assert doubled == pytest.approx(2 * before, rel=0.05)
     assert after == pytest.approx(before, rel=0.05)

@@ -51,7 +51,6 @@ class OwnedRun:
         self._keys: dict[StreamName, str] = {name: streams.stream(run_id, name) for name in STREAMS}
         self._nonce = ""
         self._held: _Held | None = None
-        self._in_doubt = False  # a commit whose outcome is not known
         self._last_step_committed: int | None = None
         self.lag_s = 0.0
 
@@ -99,7 +98,6 @@ class OwnedRun:
                 state, cursors = load(checkpoint.state), _cursors(checkpoint.cursor)
             except StateRejected as error:
                 log.error("run %s: %s; folding its streams again from the start", self.run_id, error)
-        self._in_doubt = False
         self._held = _Held(state, cursors, checkpoint.cursor if checkpoint else "", [])
         if checkpoint is None and self._last_step_committed is not None:
             log.error("run %s: Redis lost the checkpoint; reading what is left from the start", self.run_id)
@@ -186,11 +184,13 @@ class OwnedRun:
         return bool(held.outputs) or held.num_folded >= every or is_old
 
     def commit(self, bus: Bus) -> CommitResult:
-        """Write outputs, state and cursor, or lose the claim to the run. May raise BusUnavailable."""
+        """Write outputs, state and cursor, or lose the claim to the run. May raise BusUnavailable.
+
+        Trying again after an error is safe: had the first try been done, the cursor has moved.
+        """
         held = self._held
         assert held is not None
         new_cursor = json.dumps(held.cursors, sort_keys=True, separators=(",", ":"))
-        self._in_doubt = True
         result = bus.commit(
             Commit(
                 run_id=self.run_id,
@@ -201,7 +201,6 @@ class OwnedRun:
                 outputs=tuple(held.outputs),
             )
         )
-        self._in_doubt = False
         self._metrics.commits.labels(result.value).inc()
         match result:
             case CommitResult.DONE:
@@ -217,12 +216,7 @@ class OwnedRun:
                 raise BusUnavailable(f"run {self.run_id}: one of its keys holds a foreign type or an absurd id")
         return result
 
-    # --- doubt and loss ---
-
-    def settle_doubt(self, bus: Bus) -> None:
-        """After an outage: believe the checkpoint, not the memory of a commit that got no answer."""
-        if self._in_doubt and self._held is not None:
-            self._load(bus)
+    # --- loss ---
 
     def check_loss(self, bus: Bus) -> None:
         """Read a stream again from its start when it ends before our cursor: Redis lost its end."""

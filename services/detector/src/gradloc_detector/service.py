@@ -208,7 +208,6 @@ class DetectorService:
         return num_read
 
     def _check(self, watch: _Watch, now: float) -> None:
-        watch.run.settle_doubt(self._bus)
         if now >= watch.loss_check_at:
             watch.loss_check_at = now + self._settings.loss_check_s
             watch.run.check_loss(self._bus)
