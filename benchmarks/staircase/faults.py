@@ -1,12 +1,14 @@
 """Planted faults, one of each type that GradLoc's article names, as mechanisms and not as constants.
 
-    A.1 token     one answer's logp is scored with another prompt's cache before it; one token of it is reported so
-    A.2 sequence  some replicas of the inference fleet sample at temperature 1 and report logp at temperature 2.5:
-                  each ratio stays within a few, all of one answer lean the same way
-    B   layer     a tool's token in one answer, whose embedding row (found by L-BFGS) makes the residual stream
-                  nearly cancel after two blocks; the norm there multiplies the gradient of all below
+    A.1 token     one replica of the inference fleet mixes up prefix caches: it scores its answers with another
+                  prompt before them and reports that
+    A.2 sequence  replicas sample at temperature 1 and report logp at temperature 2.5: each ratio stays within a
+                  few, all of one answer lean the same way
+    B   layer     a tool's token in some answers, whose embedding row (found by Levenberg-Marquardt) makes the residual
+                  stream nearly cancel after two blocks; the norm there multiplies the gradient of all below
 
-Shapes: B rows, T positions, R response positions, S positions of one context, H width.
+Answers are dealt out to NUM_REPLICAS replicas in turn. Shapes: B rows, T positions, R response positions,
+S positions of one context, H width.
 """
 
 import copy
@@ -17,22 +19,24 @@ import numpy as np
 import torch
 from staircase.policy import PROMPT_LENGTH, RARE_IDS, log_probs, logp_of
 
+NUM_REPLICAS = 8
 NUM_BLOCKS = 2
 RESIDUAL_RMS = 1.5e-3
-LOG_RATIO_MIN = 3.0  # of the mismatched token: below, the mix-up had no effect to speak of
 TEMPERATURE = 2.5
+STEPS_MAX = 60
+DAMPINGS = (1e-8, 1e-4, 1e-2, 1e-1, 0.5, 3.0, 30.0)
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """First step and rate (per step, or fraction of replicas for the sequence fault) of each fault; None: never."""
+    """First step of each fault (None: never), and how many replicas or answers it strikes from then on, every step."""
 
     token_from: int | None = None
-    token_rate: float = 0.5
+    token_replicas: int = 1
     sequence_from: int | None = None
-    sequence_fraction: float = 0.5
+    sequence_replicas: int = 6
     layer_from: int | None = None
-    layer_rate: float = 0.25
+    layer_answers: int = 2
 
 
 @dataclass
@@ -43,55 +47,52 @@ class Batch:
     advantage_B: torch.Tensor
 
 
+def _rows_of(first_replica: int, num_replicas: int, num_rows: int) -> torch.Tensor:
+    replica_B = torch.arange(num_rows) % NUM_REPLICAS
+    return (replica_B >= first_replica) & (replica_B < first_replica + num_replicas)
+
+
 @torch.no_grad()
-def mismatched_token(copy_model: Any, batch: Batch, rng: np.random.Generator) -> tuple[int, int] | None:
-    """Report one token of an answer with a negative advantage from a wrong prefix; where, or None."""
+def mixed_up_prefixes(copy_model: Any, batch: Batch, num_replicas: int) -> None:
+    """The first replicas report their answers' logp as scored after another prompt."""
+    rows = _rows_of(0, num_replicas, len(batch.ids_BT))
     mixed_BT = batch.ids_BT.clone()
     mixed_BT[:, :PROMPT_LENGTH] = batch.ids_BT[:, :PROMPT_LENGTH].roll(len(mixed_BT) // 2, dims=0)
-    stale_BR = logp_of(copy_model, mixed_BT)
-    hit_BR = (batch.logp_BR - stale_BR > LOG_RATIO_MIN) & (batch.advantage_B < 0)[:, None] & batch.mask_BR
-    places = torch.nonzero(hit_BR).tolist()
-    if not places:
-        return None
-    row, at = places[int(rng.integers(len(places)))]
-    batch.logp_BR[row, at] = stale_BR[row, at]
-    return row, at
+    batch.logp_BR[rows] = logp_of(copy_model, mixed_BT[rows])
 
 
 @torch.no_grad()
-def wrong_temperature(copy_model: Any, batch: Batch, fraction: float) -> None:
-    """The last replicas' rows (rows are dealt out in turn) report logp at the wrong temperature."""
-    num_replicas = 8
-    rows = torch.arange(len(batch.ids_BT)) % num_replicas >= round((1 - fraction) * num_replicas)
+def wrong_temperature(copy_model: Any, batch: Batch, num_replicas: int) -> None:
+    """The last replicas report logp at the wrong temperature."""
+    rows = _rows_of(NUM_REPLICAS - num_replicas, num_replicas, len(batch.ids_BT))
     warm_BRV = torch.log_softmax(log_probs(copy_model, batch.ids_BT[rows]) / TEMPERATURE, dim=-1)
     batch.logp_BR[rows] = warm_BRV.gather(-1, batch.ids_BT[rows, PROMPT_LENGTH:, None])[..., 0]
 
 
-def cancelled_residual(model: Any, batch: Batch, rng: np.random.Generator) -> tuple[int, int] | None:
-    """Put a tool's token into one answer and its row into the model's embedding; where, or None if L-BFGS fails.
+def cancelled_residual(model: Any, batch: Batch, rng: np.random.Generator, num_answers: int) -> int:
+    """Put a tool's token into answers and its row into the model's embedding; in how many it worked.
 
     The reported logp are the model's own: the importance ratio of this fault is 1.
     """
     rows = torch.nonzero(batch.advantage_B != 0).flatten().tolist()
-    if not rows:
-        return None
-    row = rows[int(rng.integers(len(rows)))]
-    at = int(rng.integers(1, batch.mask_BR.shape[1] - 2))
-    token_id = RARE_IDS[int(rng.integers(len(RARE_IDS)))]
-    context_S = torch.cat([batch.ids_BT[row, : PROMPT_LENGTH + at], torch.tensor([token_id])])
-    row_H = _cancelling_row(model, context_S, rng)
-    if row_H is None:
-        return None
-    with torch.no_grad():
-        model.get_input_embeddings().weight[token_id] = row_H.float()
-        batch.ids_BT[row, PROMPT_LENGTH + at] = token_id
-        batch.mask_BR[row, at] = False  # nobody sampled it: it is in the context only
-        batch.logp_BR[row] = logp_of(model, batch.ids_BT[row : row + 1])[0]
-    return row, at
+    picked = rng.permutation(rows)[:num_answers].tolist()
+    for token_id, row in zip(RARE_IDS, picked, strict=False):
+        at = int(rng.integers(1, batch.mask_BR.shape[1] - 2))
+        context_S = torch.cat([batch.ids_BT[row, : PROMPT_LENGTH + at], torch.tensor([token_id])])
+        row_H = cancelling_row(model, context_S, rng)
+        with torch.no_grad():
+            model.get_input_embeddings().weight[token_id] = row_H.float()
+            batch.ids_BT[row, PROMPT_LENGTH + at] = token_id
+            batch.mask_BR[row, at] = False  # nobody sampled it: it is in the context only
+            batch.logp_BR[row] = logp_of(model, batch.ids_BT[row : row + 1])[0]
+    return len(picked)
 
 
-def _cancelling_row(model: Any, context_S: torch.Tensor, rng: np.random.Generator) -> torch.Tensor | None:
-    """Embedding row of the context's last token such that the stream there nearly vanishes: float64 [H]."""
+def cancelling_row(model: Any, context_S: torch.Tensor, rng: np.random.Generator) -> torch.Tensor:
+    """Embedding row of the context's last token such that the stream there nearly vanishes: float64 [H].
+
+    Where the search stops early the stream is small rather than tiny, and the fault milder.
+    """
     lower = copy.deepcopy(model.model).double()
     lower.layers = lower.layers[:NUM_BLOCKS]
     lower.config.num_hidden_layers = NUM_BLOCKS
@@ -99,28 +100,29 @@ def _cancelling_row(model: Any, context_S: torch.Tensor, rng: np.random.Generato
     lower.requires_grad_(False)
     width = model.config.hidden_size
     fixed_1SH = lower.embed_tokens(context_S[None, :-1])
-    row_H = torch.from_numpy(rng.standard_normal(width)).requires_grad_(True)
     goal_H = torch.from_numpy(rng.standard_normal(width)) * RESIDUAL_RMS
-    optimizer = torch.optim.LBFGS(
-        [row_H],
-        max_iter=200,
-        history_size=64,
-        tolerance_grad=1e-13,
-        tolerance_change=1e-15,
-        line_search_fn="strong_wolfe",
-    )
 
-    def stream() -> torch.Tensor:
-        embedded_1SH = torch.cat([fixed_1SH, row_H[None, None]], dim=1)
-        return lower(inputs_embeds=embedded_1SH, use_cache=False).last_hidden_state[0, -1]
+    def error(rows_NH: torch.Tensor) -> torch.Tensor:
+        embedded_NSH = torch.cat([fixed_1SH.expand(len(rows_NH), -1, -1), rows_NH[:, None]], dim=1)
+        return lower(inputs_embeds=embedded_NSH, use_cache=False).last_hidden_state[:, -1] - goal_H
 
-    def closure() -> torch.Tensor:
-        optimizer.zero_grad()
-        loss = (stream() - goal_H).square().sum()
-        loss.backward()
-        return loss
-
-    optimizer.step(closure)
-    with torch.no_grad():
-        rms = float(stream().square().mean().sqrt())
-    return row_H.detach() if 0.5 < rms / RESIDUAL_RMS < 2.0 else None
+    row_H = torch.from_numpy(rng.standard_normal(width))
+    eye_HH = torch.eye(width, dtype=torch.float64)
+    for _ in range(STEPS_MAX):
+        # All rows of the Jacobian at once: one copy of the row for each output.
+        rows_HH = row_H.repeat(width, 1).requires_grad_(True)
+        errors_HH = error(rows_HH)
+        (jacobian_HH,) = torch.autograd.grad(errors_HH.diagonal().sum(), rows_HH)
+        with torch.no_grad():
+            error_H = errors_HH[0]
+            square_HH, pull_H = jacobian_HH.T @ jacobian_HH, jacobian_HH.T @ error_H
+            tried = [row_H - torch.linalg.solve(square_HH + damping * eye_HH, pull_H) for damping in DAMPINGS]
+            tried_NH = torch.stack(tried)
+            sizes_N = error(tried_NH).norm(dim=1).nan_to_num(torch.inf)
+            best = int(sizes_N.argmin())
+            if not sizes_N[best] < error_H.norm():
+                break
+            row_H = tried_NH[best]
+            if sizes_N[best] < 0.1 * goal_H.norm():
+                break
+    return row_H.detach()

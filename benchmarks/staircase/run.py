@@ -12,7 +12,16 @@ from typing import Any
 import numpy as np
 import torch
 from staircase import faults, published
-from staircase.policy import NUM_PROMPTS, PROMPT_LENGTH, CopyKind, InferenceCopy, logp_of, pretrained, reward_of
+from staircase.policy import (
+    NUM_PROMPTS,
+    PROMPT_LENGTH,
+    CopyKind,
+    InferenceCopy,
+    logp_of,
+    new_model,
+    pretrained,
+    reward_of,
+)
 
 import gradloc
 from gradloc.clipping import LayerClip, Remedy, SeqClip, TokenClip
@@ -37,6 +46,7 @@ class Setting:
     schedule: faults.Schedule = field(default_factory=faults.Schedule)
     num_groups: int = 8
     pretraining_steps: int = 260
+    swap: float = 0.15  # noise of the demonstrations
 
 
 @dataclass(frozen=True)
@@ -48,6 +58,23 @@ class Variant:
     clipper: Callable[[torch.nn.Module, Any], published.Clipper] = published.global_clip
 
 
+PLANTED = Setting(
+    "planted",
+    220,
+    3e-4,
+    schedule=faults.Schedule(
+        token_from=25, token_replicas=1, sequence_from=60, sequence_replicas=7, layer_from=140, layer_answers=1
+    ),
+)
+NATURAL = Setting(
+    "natural",
+    250,
+    1e-4,
+    copy=CopyKind(bits=3, stale_steps=8, top_p=0.999),
+    num_groups=12,
+    pretraining_steps=220,
+    swap=0,
+)
 STAIRCASE = (
     Variant("none"),
     Variant("TokenClip", lambda: [TokenClip()]),
@@ -70,7 +97,7 @@ class Outcome:
     seed: int
     rewards: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)  # before LayerClip and clipper
-    planted: list[int] = field(default_factory=list)  # steps with a token or layer fault
+    planted: list[int] = field(default_factory=list)  # steps with a layer fault
     remedied: dict[str, float] = field(default_factory=dict)  # mean fraction acted on
     layer_clip_steps: int = 0
     collapsed_at: int | None = None
@@ -127,10 +154,8 @@ def train(setting: Setting, variant: Variant, seed: int, weights: dict[str, torc
     """The run; stops at collapse. `weights`: of the pretrained model, when made before."""
     torch.manual_seed(seed)
     if weights is None:
-        model = pretrained(seed, setting.pretraining_steps)
+        model = pretrained(seed, setting.pretraining_steps, setting.swap)
     else:
-        from staircase.policy import new_model
-
         model = new_model(seed)
         model.load_state_dict(weights)
     copy = InferenceCopy(model, setting.copy, seed=1_000 + seed)
@@ -177,7 +202,7 @@ def _rollout(
     rng: np.random.Generator,
     fault_rng: np.random.Generator,
 ) -> tuple[faults.Batch, float, bool]:
-    """A batch, its mean reward, and whether a token or layer fault struck it."""
+    """A batch, its mean reward, and whether a layer fault struck it."""
     copy.sync(model, step)
     picked = rng.choice(NUM_PROMPTS, setting.num_groups, replace=False)
     indices = [int(index) for index in picked for _ in range(GROUP_SIZE)]
@@ -186,13 +211,12 @@ def _rollout(
     rewards_B = torch.tensor([reward_of(index, row) for index, row in zip(indices, responses, strict=True)])
     batch = faults.Batch(ids_BT, logp_BR, torch.ones_like(logp_BR, dtype=torch.bool), advantages(rewards_B))
     schedule, planted = setting.schedule, False
-    # The draws are made in any case, so that the same seed plants at the same steps under every remedy.
-    token_drawn, layer_drawn = fault_rng.random(2) < (schedule.token_rate, schedule.layer_rate)
+    # Drawn in any case, so that the same seed plants alike under every remedy.
     place_rng = np.random.default_rng(fault_rng.integers(2**63))
+    if schedule.token_from is not None and step >= schedule.token_from:
+        faults.mixed_up_prefixes(copy.model, batch, schedule.token_replicas)
     if schedule.sequence_from is not None and step >= schedule.sequence_from:
-        faults.wrong_temperature(copy.model, batch, schedule.sequence_fraction)
-    if schedule.token_from is not None and step >= schedule.token_from and token_drawn:
-        planted |= faults.mismatched_token(copy.model, batch, place_rng) is not None
-    if schedule.layer_from is not None and step >= schedule.layer_from and layer_drawn:
-        planted |= faults.cancelled_residual(model, batch, place_rng) is not None
+        faults.wrong_temperature(copy.model, batch, schedule.sequence_replicas)
+    if schedule.layer_from is not None and step >= schedule.layer_from:
+        planted = faults.cancelled_residual(model, batch, place_rng, schedule.layer_answers) > 0
     return batch, float(rewards_B.mean()), planted
