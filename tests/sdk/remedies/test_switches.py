@@ -70,9 +70,7 @@ def plain_gradient(model: nn.Module, logp: LogpOf, weight: torch.Tensor) -> torc
 
 
 @pytest.mark.parametrize("bad", [math.log(1e5), math.log(1e-30), math.nan, math.inf])
-def test_token_clip_removes_exactly_the_token_from_the_gradient(
-    tiny_model: nn.Module, logp: LogpOf, bad: float
-) -> None:
+def test_token_clip_removes_exactly_the_token(tiny_model: nn.Module, logp: LogpOf, bad: float) -> None:
     off = torch.zeros(3, 5)
     off[1, 2] = bad
     weight = torch.ones(3, 5)
@@ -242,7 +240,7 @@ class FullyShardedDataParallel(nn.Module):
 
 
 def test_what_conflicts_is_refused_by_name(tiny_model: nn.Module) -> None:
-    with pytest.raises(ValueError, match="LayerClip cannot work with FullyShardedDataParallel: .*use FSDP2"):
+    with pytest.raises(ValueError, match=r"LayerClip cannot work with FullyShardedDataParallel: .*use FSDP2"):
         gradloc.watch(FullyShardedDataParallel(tiny_model), run=RUN, remedies=[LayerClip()])
     with pytest.raises(ValueError, match="TokenClip is given twice"):
         gradloc.watch(tiny_model, run=RUN, remedies=[TokenClip(), TokenClip(0.1, 10)])
