@@ -4,12 +4,7 @@ Trainer ranks, Redis, detector, Ray job, reporter and a Slack-compatible endpoin
 servers of their own here.
 """
 
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -19,15 +14,8 @@ from gradloc.demo.review import review
 from gradloc_proto import codec, streams
 from gradloc_proto.redis_bus import RedisBus
 
-GRADLOC = Path(sys.executable).parent / "gradloc"
 # Words that would betray what was planted; "layer" and "token" are everyday words of the protocol.
 BETRAYING = (FAULT_NAMES[0], FAULT_VARIABLE, JUDGE_VARIABLE, "fault", "planted", "judge", "truth", "stale", "testimony")
-
-
-def demo(*arguments: str, timeout_s: float = 280) -> "subprocess.CompletedProcess[str]":
-    return subprocess.run(
-        [GRADLOC, "demo", "--json", *arguments], capture_output=True, text=True, timeout=timeout_s, check=False
-    )
 
 
 @pytest.fixture(scope="module")
@@ -86,63 +74,3 @@ def test_nothing_but_the_judges_folder_betrays_what_was_planted(mismatch: Played
         (where, word) for where, text in told for word in BETRAYING if word in text.replace("default", "").lower()
     ]
     assert not betrayals
-
-
-@pytest.mark.timeout(400)
-def test_training_reaches_its_last_step_though_redis_dies(mismatch: Played):
-    # `mismatch` comes first only so that two demos do not share two cores.
-    ended = demo("--fault", "token-mismatch", "--seed", "1", "--kill-redis-at-step", "5")
-    assert ended.returncode == 0, ended.stderr
-    result = json.loads(ended.stdout.splitlines()[-1])
-    assert result["redis_killed"] and result["training_finished"]
-    assert result["training_steps"] == 60
-    assert result["events_dropped"] > 0
-    assert result["found"] is None
-    assert not [name for name in os.listdir("/proc") if name.isdigit() and _is_demo(Path("/proc") / name)]
-
-
-def _is_demo(process: Path) -> bool:
-    """A leftover of a demo whose parent has gone."""
-    try:
-        orphan = "\nPPid:\t1\n" in (process / "status").read_text()
-        return orphan and b"gradloc.demo" in (process / "cmdline").read_bytes()
-    except OSError:
-        return False
-
-
-@pytest.mark.timeout(400)
-def test_exploding_layers_are_found_at_the_planted_position(mismatch: Played):
-    ended = demo("--fault", "layer", "--seed", "2")
-    assert ended.returncode == 0, ended.stdout.splitlines()[-1:]
-    result = json.loads(ended.stdout.splitlines()[-1])
-    assert result["verdict"] == "layer"
-    assert result["layers_exploding"] == [0, 1]
-    assert len(result["module_kinds_exploding"]) > 1
-    assert result["profile_peak"]["position"] == result["truth"]["position"]
-    assert result["truth"]["token"] > result["truth"]["position"]
-    assert result["norm_without"] <= result["limit"]
-    assert abs(result["checksum"] - 1) <= 0.01
-    assert result["replay_rel_error"] <= 1e-3
-
-
-@pytest.mark.full
-@pytest.mark.timeout(1200)
-@pytest.mark.parametrize("seed", [1, 2])
-def test_a_healthy_run_raises_no_incident(seed: int):
-    ended = demo("--fault", "none", "--seed", str(seed))
-    result = json.loads(ended.stdout.splitlines()[-1])
-    assert (ended.returncode, result["incidents"]) == (0, 0)
-
-
-@pytest.mark.full
-@pytest.mark.timeout(1200)
-@pytest.mark.parametrize("seed", [1, 2])
-def test_bisection_finds_the_same_token(seed: int):
-    ended = demo("--fault", "token-mismatch", "--seed", str(seed), "--strategy", "bisect")
-    assert ended.returncode == 0, ended.stdout.splitlines()[-1:]
-
-
-def test_an_unknown_fault_is_one_clear_line():
-    ended = demo("--fault", "gremlin")
-    assert ended.returncode == 2
-    assert "unknown fault 'gremlin'; expected one of token-mismatch, layer, none" in ended.stderr

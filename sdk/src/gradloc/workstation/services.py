@@ -14,7 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from gradloc.workstation.processes import Process, StartFailed, free_port
+from gradloc.workstation.processes import Process, StartFailed, free_port, uninterrupted
 from gradloc.workstation.ray import RayHead
 from gradloc.workstation.redis import EmbeddedRedis, answers
 
@@ -131,8 +131,9 @@ class Workstation:
 
     def end(self) -> None:
         """End all services, the last started first; idempotent. Redis goes last."""
-        while self._ending:
-            self._ending.pop()()
+        with uninterrupted():
+            while self._ending:
+                self._ending.pop()()
 
 
 def _is_ok(url: str) -> bool:
