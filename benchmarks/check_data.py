@@ -19,51 +19,11 @@ from gradloc.checks.data_rows import BATCH_ROWS, DataSettings, check_rows
 from gradloc.checks.rows import open_rows
 from gradloc.checks.vocabulary import Vocabulary, vocabulary_of
 
-WORDS = [
-    "let",
-    "us",
-    "find",
-    "the",
-    "sum",
-    "of",
-    "all",
-    "numbers",
-    "that",
-    "divide",
-    "twelve",
-    "and",
-    "then",
-    "think",
-    "about",
-    "what",
-    "remains",
-    "when",
-    "we",
-    "add",
-    "them",
-    "so",
-    "the",
-    "answer",
-    "must",
-    "be",
-    "even",
-    "because",
-    "each",
-    "step",
-    "keeps",
-    "the",
-    "parity",
-    "of",
-    "what",
-    "came",
-    "before",
-    "and",
-    "nothing",
-    "else",
-    "can",
-    "change",
-    "it",
-]
+SENTENCE = (
+    "let us find the sum of all numbers that divide twelve and then think about what remains when we add them so the "
+    "answer must be even because each step keeps the parity of what came before and nothing else can change it"
+)
+WORDS = SENTENCE.split(" ")
 
 
 def tokenizer() -> Vocabulary:
