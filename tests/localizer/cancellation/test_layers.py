@@ -6,14 +6,14 @@ from gradloc.localization import localize
 
 
 @pytest.fixture(scope="module")
-def struck(trainer):
+def struck(trainer, cancel):
     """Steps (seeds 1 and 3 of the trainer) in which a tool's token cancels the stream after the second block."""
     steps = {}
     for seed, row in ((1, 2), (3, 0)):
         model = trainer.model(seed, num_layers=6, hidden_size=64, tied=False)
         shape = {"seed": seed + 5, "num_micro_batches": 3}
         healthy = trainer.step(model, **shape)
-        trainer.cancel(model, healthy.ranks[1][1].ids_BT[row, :9], token_id=1)
+        cancel(model, healthy.ranks[1][1].ids_BT[row, :9], token_id=1)
 
         def tool_token(inputs, row=row):
             inputs[1][1]["ids"][row, 9] = 1
