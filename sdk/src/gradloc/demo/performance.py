@@ -165,20 +165,26 @@ class _Audience:
             if time.monotonic() > deadline:
                 raise StartFailed(f"training did not end within {TRAINING_TIMEOUT_S:.0f} s")
             self._look()
+            self._check_ranks()
             time.sleep(_POLL_S)
         self._look()
-        for rank in self._ranks:
-            if rank.returncode != 0:
-                raise StartFailed(f"{rank.name} ended with code {rank.returncode}: {rank.last_words()}")
+        self._check_ranks()
         training = self._played.work / "training"
         self._played.outcomes = [
             json.loads((training / f"outcome-{rank}.json").read_text()) for rank in range(len(self._ranks))
         ]
 
+    def _check_ranks(self) -> None:
+        # The first that fails says why; the others would only time out in a collective.
+        for rank in self._ranks:
+            if rank.returncode not in (None, 0):
+                raise StartFailed(f"{rank.name} ended with code {rank.returncode}: {rank.last_words()}")
+
     def _look(self) -> None:
         self._read_progress()
         if self._played.redis_killed:
             return
+        self._played.station.check()
         kill_at = self._script.kill_redis_at_step
         if kill_at is not None and len(self._played.step_times) > kill_at:
             redis = self._played.station.redis
