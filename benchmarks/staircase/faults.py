@@ -2,7 +2,7 @@
 
     A.1 token     one replica of the inference fleet mixes up prefix caches: it scores its answers with another
                   prompt before them and reports that
-    A.2 sequence  replicas sample at temperature 1 and report logp at temperature 2.5: each ratio stays within a
+    A.2 sequence  replicas sample at temperature 1 and report logp at temperature 3: each ratio stays within a
                   few, all of one answer lean the same way
     B   layer     a tool's token in some answers, whose embedding row (found by Levenberg-Marquardt) makes the residual
                   stream nearly cancel after two blocks; the norm there multiplies the gradient of all below
@@ -22,21 +22,22 @@ from staircase.policy import PROMPT_LENGTH, RARE_IDS, log_probs, logp_of
 NUM_REPLICAS = 8
 NUM_BLOCKS = 2
 RESIDUAL_RMS = 1.5e-3
-TEMPERATURE = 2.5
+TEMPERATURE = 3.0
 STEPS_MAX = 60
 DAMPINGS = (1e-8, 1e-4, 1e-2, 1e-1, 0.5, 3.0, 30.0)
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """First step of each fault (None: never), and how many replicas or answers it strikes from then on, every step."""
+    """First step of each fault (None: never), and how many replicas or answers it strikes from then on."""
 
     token_from: int | None = None
     token_replicas: int = 1
     sequence_from: int | None = None
     sequence_replicas: int = 6
     layer_from: int | None = None
-    layer_answers: int = 2
+    layer_answers: int = 1
+    layer_every: int = 1  # steps
 
 
 @dataclass

@@ -60,10 +60,10 @@ class Variant:
 
 PLANTED = Setting(
     "planted",
-    220,
+    240,
     3e-4,
     schedule=faults.Schedule(
-        token_from=25, token_replicas=1, sequence_from=60, sequence_replicas=7, layer_from=140, layer_answers=1
+        token_from=25, token_replicas=1, sequence_from=45, sequence_replicas=6, layer_from=120, layer_every=3
     ),
 )
 NATURAL = Setting(
@@ -217,6 +217,7 @@ def _rollout(
         faults.mixed_up_prefixes(copy.model, batch, schedule.token_replicas)
     if schedule.sequence_from is not None and step >= schedule.sequence_from:
         faults.wrong_temperature(copy.model, batch, schedule.sequence_replicas)
-    if schedule.layer_from is not None and step >= schedule.layer_from:
+    since = -1 if schedule.layer_from is None else step - schedule.layer_from
+    if since >= 0 and since % schedule.layer_every == 0:
         planted = faults.cancelled_residual(model, batch, place_rng, schedule.layer_answers) > 0
     return batch, float(rewards_B.mean()), planted

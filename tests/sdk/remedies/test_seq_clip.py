@@ -36,14 +36,22 @@ def test_opposite_ratios_cancel_in_the_product_but_not_in_the_mean_of_ratios() -
     assert seq_clip(log_ratio, mask, 0.5, 2.0, "arithmetic").item() == 0.0
 
 
-@pytest.mark.parametrize("mean", ["product", "geometric", "arithmetic"])
+def test_a_rare_token_hides_a_lean_from_the_geometric_mean_but_not_from_both() -> None:
+    log_ratio = torch.tensor([[0.9, 0.9, 0.9, 0.9, 0.9, 0.9, -2.5, -2.5]])
+    mask = torch.ones(1, 8)
+    assert seq_clip(log_ratio, mask, mean="geometric").item() == 1.0
+    assert seq_clip(log_ratio, mask, mean="both").item() == 0.0
+    assert seq_clip(-log_ratio, mask, mean="both").item() == 0.0
+
+
+@pytest.mark.parametrize("mean", ["product", "geometric", "arithmetic", "both"])
 def test_what_is_not_finite_counts_only_inside_the_mask(mean: str) -> None:
     log_ratio = torch.tensor([[0.0, math.nan], [math.nan, 0.0], [math.inf, 0.0], [1e4, 0.0]])
     mask = torch.tensor([[1, 0], [1, 1], [1, 1], [1, 1]])
     assert seq_clip(log_ratio, mask, 0.5, 2.0, mean).tolist() == [1.0, 0.0, 0.0, 0.0]  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("mean", ["product", "geometric", "arithmetic"])
+@pytest.mark.parametrize("mean", ["product", "geometric", "arithmetic", "both"])
 def test_answers_without_tokens_are_kept_and_no_answers_are_fine(mean: str) -> None:
     assert seq_clip(torch.zeros(2, 0), torch.zeros(2, 0), mean=mean).tolist() == [1.0, 1.0]  # type: ignore[arg-type]
     assert seq_clip(torch.zeros(0, 3), torch.zeros(0, 3), mean=mean).shape == (0,)  # type: ignore[arg-type]

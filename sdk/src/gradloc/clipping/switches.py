@@ -85,7 +85,10 @@ class SeqClip(_Counted):
     """Bounds on each answer's importance ratio; answers outside are left out. See `sequence.seq_clip`."""
 
     def __init__(
-        self, low: float = sequence.LOW, high: float = sequence.HIGH, mean: sequence.Mean = "geometric"
+        self,
+        low: float = sequence.LOW,
+        high: float = sequence.HIGH,
+        mean: sequence.Mean | Literal["both"] = "both",
     ) -> None:
         super().__init__()
         sequence.seq_clip(torch.zeros(0, 1), torch.ones(0, 1), low, high, mean)  # raises for what cannot be meant
