@@ -8,7 +8,6 @@ import subprocess
 import sys
 import time
 import urllib.request
-from pathlib import Path
 
 import pytest
 
@@ -83,48 +82,77 @@ def test_it_starts_serves_and_ends_gracefully(redis_url, story):
     bus.close()
 
 
-def killed_again_and_again(redis_url: str, story, folder: Path, *, num_kills: int, on_kill=None) -> list:
+# The same service with a short lease, so that its next owner need not wait 15 s after each kill. The
+# imports happen once: each line read forks a fresh service, and its pid is answered.
+NURSERY = """
+import os, signal, sys, threading
+from gradloc_detector.service import DetectorService, Settings
+from gradloc_proto.redis_bus import RedisBus
+signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+settings = Settings(lease_ttl_s=0.3, poll_s=0.005, registry_s=0.02, read_count=16, commit_every=8)
+for _ in sys.stdin:
+    pid = os.fork()
+    if pid == 0:
+        DetectorService(RedisBus(sys.argv[1]), settings=settings).run(threading.Event())
+    print(pid, flush=True)
+"""
+
+
+class Nursery:
+    """Starts services and kills them with signal 9."""
+
+    def __init__(self, redis_url: str) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", NURSERY, redis_url], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        self._pid = 0
+
+    def start(self) -> None:
+        self._process.stdin.write("\n")
+        self._process.stdin.flush()
+        self._pid = int(self._process.stdout.readline())
+
+    def kill(self) -> None:
+        if self._pid:
+            os.kill(self._pid, signal.SIGKILL)
+            self._pid = 0
+
+    def close(self) -> None:
+        self.kill()
+        self._process.kill()
+        self._process.communicate(timeout=20)
+
+
+def killed_again_and_again(redis_url: str, story, *, num_kills: int, on_kill=None) -> list:
     """Incidents of a run whose detector was killed at random moments while the steps came in."""
-    script = folder / "quick.py"
-    # The same service with a short lease, so that its next owner need not wait 15 s after each kill.
-    script.write_text(
-        "import sys, threading\n"
-        "from gradloc_detector.service import DetectorService, Settings\n"
-        "from gradloc_proto.redis_bus import RedisBus\n"
-        "settings = Settings(lease_ttl_s=0.3, poll_s=0.005, registry_s=0.02, read_count=16, commit_every=8)\n"
-        "print('up', flush=True)\n"
-        "DetectorService(RedisBus(sys.argv[1]), settings=settings).run(threading.Event())\n"
-    )
     dice = random.Random(5)
-    bus = RedisBus(redis_url)
-    tale = tale_of(story)
-    bus.append(streams.REGISTRY, [codec.encode(tale[0])], length_max=10)
-    told = 0
-    for _ in range(num_kills):
-        process = subprocess.Popen([sys.executable, str(script), redis_url], stdout=subprocess.PIPE)
-        process.stdout.readline()
-        end = told + 1 + dice.randrange(2 * len(tale) // num_kills)
-        for message in tale[told:end]:
-            bus.append(streams.stream(story.run, "steps"), [codec.encode(message)], length_max=100_000)
-            time.sleep(dice.random() * 0.004)
-        told = min(end, len(tale))
-        time.sleep(0.25 + dice.random() * 0.2)
-        process.kill()
-        process.communicate(timeout=20)
-        if on_kill is not None:
-            on_kill()
-    rest = [codec.encode(message) for message in tale[told:]]
-    bus.append(streams.stream(story.run, "steps"), rest, length_max=100_000)
-    process = subprocess.Popen([sys.executable, str(script), redis_url], stdout=subprocess.PIPE)
-    for _ in range(1_000):
-        incidents = [entry.data for entry in bus.read_last(streams.stream(story.run, "incidents"), count=1_000)]
-        if incidents and b'"run ended"' in incidents[-1]:
-            break
-        time.sleep(0.02)
-    process.kill()
-    process.communicate(timeout=20)
-    bus.close()
-    told = [codec.decode(data) for data in incidents]
+    bus, nursery = RedisBus(redis_url), Nursery(redis_url)
+    steps = streams.stream(story.run, "steps")
+    data = [codec.encode(message) for message in tale_of(story)]
+    bus.append(streams.REGISTRY, data[:1], length_max=10)
+    try:
+        for number in range(num_kills):
+            nursery.start()
+            for item in data[number * len(data) // num_kills : (number + 1) * len(data) // num_kills]:
+                bus.append(steps, [item], length_max=100_000)
+                time.sleep(dice.random() * 0.02)
+            # Most live long enough to take the lease of the one before, some only just.
+            time.sleep(0.2 + dice.random() * 0.4)
+            nursery.kill()
+            if on_kill is not None:
+                on_kill()
+        assert bus.length(streams.stream(story.run, "incidents")) > 0, "nobody lived long enough to be disturbed"
+        nursery.start()
+        incidents: list[bytes] = []
+        for _ in range(3_000):
+            incidents = [entry.data for entry in bus.read_last(streams.stream(story.run, "incidents"), count=1_000)]
+            if any(b'"run ended"' in item for item in incidents):
+                break
+            time.sleep(0.02)
+    finally:
+        nursery.close()
+        bus.close()
+    told = [codec.decode(item) for item in incidents]
     # Whether a snapshot came in time is a matter of the clock; the incidents are one of the steps alone.
     return [message for message in told if message.type.startswith("incident_")]
 
@@ -139,21 +167,21 @@ def tale_of(story) -> list:
     return [*tale, story.spike(last + 1), RunEnded(run_id=story.run, ts=9_000.0, step=last + 1)]
 
 
-def test_kills_at_random_moments_leave_the_same_incidents(redis_url, story, tmp_path):
+def test_kills_at_random_moments_leave_the_same_incidents(redis_url, story):
     story.tell(*tale_of(story))
-    assert killed_again_and_again(redis_url, story, tmp_path, num_kills=8) == story.messages()
+    assert killed_again_and_again(redis_url, story, num_kills=8) == story.messages()
 
 
 @pytest.mark.full
 @pytest.mark.timeout(900)
-def test_200_kills_leave_the_same_incidents(redis_url, story, tmp_path):
+def test_200_kills_leave_the_same_incidents(redis_url, story):
     story.tell(*tale_of(story))
-    assert killed_again_and_again(redis_url, story, tmp_path, num_kills=200) == story.messages()
+    assert killed_again_and_again(redis_url, story, num_kills=200) == story.messages()
 
 
 @pytest.mark.full
 @pytest.mark.timeout(600)
-def test_20_restarts_of_redis_leave_the_same_incidents(own_redis, story, tmp_path):
+def test_20_restarts_of_redis_leave_the_same_incidents(own_redis, story):
     story.tell(*tale_of(story))
-    found = killed_again_and_again(own_redis.url, story, tmp_path, num_kills=20, on_kill=own_redis.restart)
+    found = killed_again_and_again(own_redis.url, story, num_kills=20, on_kill=own_redis.restart)
     assert found == story.messages()
