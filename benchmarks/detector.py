@@ -24,8 +24,8 @@ from gradloc_proto.rules import Sensitivity
 NAN_ROW = 20
 NUM_RUNS = 10  # made-up runs of a regime and magnitude; a third of them for the published rules
 MAGNITUDES = (3.0, 10.0, 100.0, 1000.0)
-SCALES = (0.35, 0.4, 0.5, 0.6, 0.7, 0.75, 0.8, 0.85, 0.9, 0.95, 1.0, 1.05, 1.1, 1.15, 1.2, 1.3, 1.4, 1.5, 1.7, 2.0, 3.0)
-GRID = {"upper": (2.0, 2.2, 2.4, 2.6, 2.8), "median": (3.5, 4.0, 4.5), "seen": (0.8, 1.0)}
+SCALES = (0.35, 0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.95, 1.0, 1.05, 1.1, 1.2, 1.3, 1.5, 1.7, 2.0, 3.0)
+GRID = {"upper": (2.0, 2.2, 2.4, 2.6, 2.8), "median": (3.5, 4.0, 4.5), "seen": (1.0,)}
 NEIGHBOURHOOD = {"upper": (1.6, 2.0, 2.2, 2.4, 2.6, 3.0), "median": (3.0, 3.5, 4.0, 4.5, 5.0), "seen": (0.7, 1.0, 1.3)}
 FALSE_ALARMS_MAX = 0.10
 
