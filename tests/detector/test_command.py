@@ -69,13 +69,15 @@ def test_it_starts_serves_and_ends_gracefully(redis_url, story):
     ready = json.loads(process.stderr.readline())
     assert "detector ready" in ready["message"]
     url = ready["message"].split("metrics on ")[1].split(";")[0]
+    exported = b""
     for _ in range(500):
-        if bus.length(streams.stream(story.run, "incidents")):
+        exported = urllib.request.urlopen(url, timeout=10).read()
+        if bus.length(streams.stream(story.run, "incidents")) and b"gradloc_detector_runs 1.0" in exported:
             break
         time.sleep(0.02)
-    assert b"gradloc_detector_runs 1.0" in urllib.request.urlopen(url, timeout=10).read()
     process.send_signal(signal.SIGTERM)
     _, err = process.communicate(timeout=30)
+    assert b"gradloc_detector_runs 1.0" in exported
     assert process.returncode == 0
     assert [json.loads(line)["level"] for line in err.splitlines()]
     assert bus.acquire_lease(story.run, "next", ttl_s=1.0)  # given back, not waited for

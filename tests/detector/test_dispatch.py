@@ -120,7 +120,8 @@ def test_the_life_of_a_job_is_reported_step_by_step(dispatcher, bus, ray_server,
     dispatcher.put(Plan(watch=(SUBMISSION,), jobs_max=1))
     ray_server.set_status(JOB, "RUNNING")
     eventually(lambda: statuses(bus) == ["submitted", "running"])
-    ray_server.set_status(JOB, "FAILED", "entrypoint exited\nwith code 137")
+    logs = ", last available logs (truncated to 20,000 chars):\na prompt"
+    ray_server.set_status(JOB, "FAILED", "entrypoint exited\nwith code 137" + logs)
     eventually(lambda: statuses(bus) == ["submitted", "running", "failed"])
     assert reports(bus)[-1].detail == "entrypoint exited with code 137"
     assert len(ray_server.bodies) == 1

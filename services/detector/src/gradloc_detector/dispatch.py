@@ -130,7 +130,8 @@ class RayJobs:
         try:
             document = reply.json()
             status = _STATUS_OF_RAY[document["status"]]
-            return status, str(document.get("message") or "")
+            # Ray adds the end of the job's log, which may hold prompts; the log itself stays with Ray.
+            return status, str(document.get("message") or "").split(", last available logs")[0]
         except (ValueError, KeyError, TypeError):
             raise JobServerError("the answer about a job is not one of Ray's Jobs API") from None
 
