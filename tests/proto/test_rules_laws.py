@@ -56,7 +56,9 @@ def test_the_order_of_up_to_a_window_of_healthy_steps_does_not_matter(norms, ran
     one, broken = lived(norms)
     other, _ = lived(shuffled)
     assert not any(broken)
-    assert rules.limits_of(one) == rules.limits_of(other)
+    # The version says at which step they last changed, and that is a matter of order.
+    known, found = rules.limits_of(one), rules.limits_of(other)
+    assert found.model_copy(update={"version": known.version}) == known
 
 
 @LAWS
