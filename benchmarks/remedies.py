@@ -39,6 +39,7 @@ from typing import Any
 
 import torch
 from staircase import single
+from staircase.picture import survival_svg
 from staircase.policy import pretrained
 from staircase.run import NATURAL, OTHERS, PLANTED, STAIRCASE, Setting, Variant, spikes, train
 
@@ -142,6 +143,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3, 4, 5])
     parser.add_argument("--only", choices=["planted", "natural", "single"], help="this part alone")
     parser.add_argument("--runs", type=Path, help="JSON lines of finished runs: read, and added to")
+    parser.add_argument("--picture", type=Path, help="write the survival curves there, as SVG")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     settings = [one for one in (PLANTED, NATURAL) if arguments.only in (None, one.name)]
@@ -156,6 +158,8 @@ def main() -> None:
     }
     if arguments.only in (None, "single"):
         result |= single_steps(seeds, arguments.quick)
+    if arguments.picture is not None:
+        arguments.picture.write_text(survival_svg(result["remedies"]))
     sys.stdout.write(json.dumps(result) + "\n" if arguments.json else table(result))
 
 
