@@ -196,5 +196,13 @@ def test_wherever_the_token_is_it_is_found(trainer, rank, micro_batch, row, colu
     batch = rank * 2 + micro_batch
     if float(shares[batch][row, column]) > 0.9:
         assert places(finding) == [(rank, micro_batch, row, 6 + column)]
-        # Seen at rank 1, row 1, size 6, seed 3: the row is named where the token alone leaves the norm above the limit.
-        assert finding.verdict in ("token", "sequence")
+        assert finding.verdict == "token"
+
+
+def test_a_token_in_a_row_of_large_advantage_is_still_a_tokens_fault(trainer):
+    """The row's other coefficients are large as well, but it is one token that made the spike."""
+    row = trainer.advantage(6.0)
+    step = trainer.faulty(trainer.model(), trainer.together(row, trainer.stale(7.0)))
+    finding = explained(step)
+    assert places(finding) == [ONE]
+    assert finding.verdict == "token"

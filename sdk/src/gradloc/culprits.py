@@ -24,6 +24,7 @@ GAP = 2.0  # smallest share in the set against the largest outside it
 SEQUENCE_SHARE = 0.1  # tokens with this much of the top token's share count as "also large"
 SEQUENCE_FRACTION = 0.25  # so many of them in a row: the row is the culprit, not its tokens
 SEQUENCE_TOKENS_MIN = 4
+CONCENTRATED = 0.75  # one token with this much of its row's share speaks for itself
 SEQUENCE_COEFFICIENT = 5.0  # median |c| of a row against the batch's: the whole row is scaled
 NUM_ROWS_BISECTED_MAX = 8
 ROWS_FRACTION_MAX = 0.34  # more rows than this is not "a few sequences"
@@ -222,6 +223,9 @@ def places_of(scene: Scene, row: tuple[int, int]) -> list[Place]:
 def is_whole_row(scene: Scene, row: tuple[int, int], shares: Sequence[Tensor]) -> bool:
     """Whether a sequence is out of line as a whole: all its coefficients are large, or many of its shares."""
     batch, index = row
+    share_R = shares[batch][index]
+    if float(share_R.max()) >= CONCENTRATED * float(share_R.sum()):
+        return False
     own = scene.coefficients[batch][index].abs()
     own = own[own > 0]
     others = torch.cat(
@@ -234,6 +238,5 @@ def is_whole_row(scene: Scene, row: tuple[int, int], shares: Sequence[Tensor]) -
     comparable = len(own) >= SEQUENCE_TOKENS_MIN and len(others) > 0
     if comparable and float(own.median()) >= SEQUENCE_COEFFICIENT * float(others.median()):
         return True
-    share_R = shares[batch][index]
     num_large = int((share_R >= SEQUENCE_SHARE * float(share_R.max())).sum())
     return num_large >= max(SEQUENCE_TOKENS_MIN, SEQUENCE_FRACTION * len(own))

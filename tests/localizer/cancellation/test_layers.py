@@ -23,16 +23,15 @@ def struck(trainer, cancel):
         step.healthy_layer_norms = healthy.layer_norms
         step.limit = 4 * healthy.grad_norm
         assert step.grad_norm > 8 * healthy.grad_norm, "the planted fault has no effect; choose another seed"
-        steps[seed] = (step, row)
+        steps[seed] = (step, row, trainer.oracle(step)[0])
     return steps
 
 
 @pytest.mark.parametrize("strategy", ["attribution", "bisect"])
 @pytest.mark.parametrize("seed", [1, 3])
-def test_layers_below_the_cancellation_are_named(trainer, struck, strategy, seed):
-    step, row = struck[seed]
+def test_layers_below_the_cancellation_are_named(struck, strategy, seed):
+    step, row, shares = struck[seed]
     finding = localize(step.policy(), step.placed, step.facts(), strategy=strategy)
-    shares, _ = trainer.oracle(step)
     leading = finding.culprits[0]
     assert finding.verdict == "layer"
     assert (leading.rank, leading.micro_batch, leading.sequence) == (1, 1, row)
@@ -47,7 +46,7 @@ def test_layers_below_the_cancellation_are_named(trainer, struck, strategy, seed
 
 @pytest.mark.parametrize("seed", [1, 3])
 def test_the_cause_rests_on_the_residual_streams_size(struck, seed):
-    step, _ = struck[seed]
+    step, _, _ = struck[seed]
     finding = localize(step.policy(), step.placed, step.facts())
     cause = finding.causes[0]
     assert (cause.name, cause.confidence) == ("layer-heterogeneity", "high")
@@ -63,7 +62,7 @@ def test_the_cause_rests_on_the_residual_streams_size(struck, seed):
 
 def test_layers_over_their_limit_are_explained_although_the_norm_is_not(struck):
     """A layer's spike under a calm global norm: the search looks at the exploding layers alone."""
-    step, row = struck[1]
+    step, row, _ = struck[1]
     finding = localize(step.policy(), step.placed, step.facts(limit=10 * step.grad_norm))
     assert finding.culprits[0].sequence == row
     assert finding.certificate.holds
