@@ -142,12 +142,13 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="one seed, a few steps")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3, 4, 5])
     parser.add_argument("--only", choices=["planted", "natural", "single"], help="this part alone")
+    parser.add_argument("--staircase", action="store_true", help="without the published clippers")
     parser.add_argument("--runs", type=Path, help="JSON lines of finished runs: read, and added to")
     parser.add_argument("--picture", type=Path, help="write the survival curves there, as SVG")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     settings = [one for one in (PLANTED, NATURAL) if arguments.only in (None, one.name)]
-    seeds, variants = arguments.seeds, (*STAIRCASE, *OTHERS)
+    seeds, variants = arguments.seeds, STAIRCASE if arguments.staircase else (*STAIRCASE, *OTHERS)
     if arguments.quick:
         settings = [replace(one, num_steps=26, num_groups=2, pretraining_steps=60) for one in settings]
         seeds, variants = seeds[:1], STAIRCASE
