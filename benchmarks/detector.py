@@ -68,9 +68,14 @@ def rule_row(name: str, all_series: list[Series]) -> Json:
 
 
 def synthetic_rows(name: str, num_runs: int) -> list[Json]:
-    rows = []
+    """A row for each regime and magnitude; "pooled" counts the false alarms of a regime's runs of all magnitudes."""
     num_runs = num_runs if name == GRADLOC else -(-num_runs // 3)
-    for regime, magnitude in product(synthetic.REGIMES, MAGNITUDES):
+    return [row for regime in synthetic.REGIMES for row in regime_rows(name, regime, num_runs)]
+
+
+def regime_rows(name: str, regime: str, num_runs: int) -> list[Json]:
+    rows, found = [], []
+    for magnitude in MAGNITUDES:
         runs = [synthetic.regime(regime, magnitude, seed) for seed in range(num_runs)]
         score = traces.total(scores(runs, RULES[name]))
         row = {
@@ -83,11 +88,13 @@ def synthetic_rows(name: str, num_runs: int) -> list[Json]:
             "false_alarms_per_1000": round(score.per_1000, 4),
         }
         if magnitude == 10.0:
-            score = traces.total(scores([run.with_nan(NAN_ROW) for run in runs], RULES[name]))
-            row["after_nan_caught"] = score.definite_caught
-            row["after_nan_false_alarms_per_1000"] = round(score.per_1000, 4)
+            after_nan = traces.total(scores([run.with_nan(NAN_ROW) for run in runs], RULES[name]))
+            row["after_nan_caught"] = after_nan.definite_caught
+            row["after_nan_false_alarms_per_1000"] = round(after_nan.per_1000, 4)
         rows.append(row)
-    return rows
+        found.append(score)
+    pooled = round(traces.total(found).per_1000, 4)
+    return [row | {"pooled_false_alarms_per_1000": pooled} for row in rows]
 
 
 def with_settings(all_series: list[Series], **settings: float) -> list[Score]:

@@ -23,7 +23,7 @@ REGIMES = ("iid", "drift", "regime change", "tenfold change", "heavy tail", "bim
 
 def regime(name: str, magnitude: float, seed: int) -> Series:
     """One run. A lasting change is news once: its own row and the row after are not scored."""
-    generator = np.random.default_rng((REGIMES.index(name), seed))
+    generator = np.random.default_rng((REGIMES.index(name), round(magnitude), seed))
     values = np.exp(NOISE * generator.normal(size=NUM_STEPS))
     places = np.arange(60, NUM_STEPS - 5, SPIKE_EVERY)
     ignored: set[int] = set()

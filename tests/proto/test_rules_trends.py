@@ -72,6 +72,12 @@ def test_a_cliff_is_told_once_with_its_baseline_and_limit(series, rule):
     assert flag.score > 1
 
 
+def test_a_reward_that_falls_on_and_on_is_told_once():
+    values = 0.5 + 0.05 * np.random.default_rng(0).normal(size=CALM + 10)
+    values[CALM:] -= np.linspace(1, 20, 10)
+    assert rows_of(told(noise(CALM + 10), reward=values), "reward-cliff") == [CALM + 4]
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_noisy_rewards_that_only_slide_are_healthy(seed):
     generator = np.random.default_rng(seed)
