@@ -107,10 +107,10 @@ def row(setting: Setting, variant: Variant, outcomes: Sequence[dict[str, Any]]) 
 
 
 def single_steps(seeds: Sequence[int], quick: bool) -> dict[str, Any]:
-    pretraining_steps = 60 if quick else PLANTED.pretraining_steps
-    found = [event for seed in seeds for event in single.events(seed, 1 if quick else 4, pretraining_steps)]
+    pretraining_steps = 60 if quick else PLANTED.pretraining_steps  # of the healthy runs; events are the demo's
+    found = [event for seed in seeds for event in single.events(seed, 1 if quick else 3)]
     layer = [event for event in found if event.fault == "layer" and event.layers]
-    token = [event for event in found if event.fault == "token" and event.growth > 4]
+    token = [event for event in found if event.fault == "token" and event.layers]
     healthy = [single.healthy(seed, 25 if quick else 300, pretraining_steps) for seed in seeds]
     num_steps, touched, acted, num_spikes = (sum(column) for column in zip(*healthy, strict=True))
     return {

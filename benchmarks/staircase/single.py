@@ -1,27 +1,41 @@
-"""Single steps: what LayerClip leaves of the healthy gradient, how often it touches healthy steps, what it costs."""
+"""Single steps: what LayerClip leaves of the healthy gradient, how often it touches healthy steps, what it costs.
+
+The struck steps are those of `gradloc demo`: its model, task, loss and faults, on one rank.
+Shapes: B rows, R response positions.
+"""
 
 import math
 import statistics
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from staircase import faults
-from staircase.policy import NUM_PROMPTS, CopyKind, InferenceCopy, logp_of, pretrained, reward_of
-from staircase.run import GROUP_SIZE, PROMPT_LENGTH, Setting, Variant, advantages, spikes, token_losses, train
+from staircase.run import Setting, Variant, spikes, train
 
 import gradloc
 from gradloc.clipping import LayerClip, SeqClip, TokenClip
+from gradloc.demo import task
+from gradloc.demo.cancellation import LayerExplosion
+from gradloc.demo.grpo import advantages, token_losses
+from gradloc.demo.model import response_logp
+from gradloc.demo.moment import Moment, PlannedFault
+from gradloc.demo.pretraining import pretrained
+from gradloc.demo.rollout import InferenceCopy, Rollouts
+from gradloc.demo.settings import GROUP_SIZE, LEARNING_RATE, rewards_of
+from gradloc.demo.stale_cache import TokenMismatch
 from gradloc.layers import block_of, layer_key
 
 WARMUP_STEPS = 20
+NUM_GROUPS = 8
+FAULTS: dict[str, type[PlannedFault]] = {"layer": LayerExplosion, "token": TokenMismatch}
 
 
 @dataclass(frozen=True)
 class Event:
-    """One struck step. Cosines are to the gradient of the same step without the struck answers."""
+    """One struck step. Cosines are to the gradient of the same step with the culprit token's coefficient 0."""
 
     fault: str
     seed: int
@@ -32,88 +46,102 @@ class Event:
     layers: tuple[str, ...]
 
 
-def events(seed: int, num_events: int, pretraining_steps: int) -> list[Event]:
-    """Layer and token faults, each on its own, after a healthy warm-up in which LayerClip learns."""
-    torch.manual_seed(seed)
-    model = pretrained(seed, pretraining_steps)
-    copy = InferenceCopy(model, CopyKind(), 1_000 + seed)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, betas=(0.9, 0.95), weight_decay=0.0)
-    clip = LayerClip()
-    probe = gradloc.watch(model, optimizer, run="single", remedies=[clip])
-    rng = np.random.default_rng([seed, 4])
-    for step in range(WARMUP_STEPS):
-        _backward(model, _sample(copy, model, step, rng))
-        probe.observe()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-    found = []
-    for number in range(num_events):
-        for fault in ("layer", "token"):
-            batch = _sample(copy, model, 0, rng)
-            struck_B = _strike(fault, model, batch, rng)
-            calm = _backward(model, batch, ~struck_B)
+class _Scene:
+    """A healthy run of the demo up to the step that is struck."""
+
+    def __init__(self, seed: int) -> None:
+        self.model = pretrained(seed)
+        self.copy = InferenceCopy(self.model, 1_000 * seed)
+        self.rng = np.random.default_rng([seed, 4])
+        self.clip = LayerClip()
+        optimizer = torch.optim.AdamW(self.model.parameters(), lr=LEARNING_RATE, weight_decay=0.0)
+        self.probe = gradloc.watch(self.model, optimizer, run="single", remedies=[self.clip])
+        norms = []
+        for _ in range(WARMUP_STEPS):
+            norms.append(_norm(self.backward(self.sample())))
+            self.probe.observe()
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+            optimizer.step()
             optimizer.zero_grad()
-            whole = _backward(model, batch)
-            probe.observe(step=WARMUP_STEPS + number)
-            clipped = _gradients(model)
-            optimizer.zero_grad()
-            layers = tuple(action.name for action in clip.last)
-            share = _share(model, calm, layers)
+        self.healthy_norm = statistics.median(norms)
+
+    def sample(self) -> Rollouts:
+        self.copy.sync(self.model)
+        picked = self.rng.choice(task.NUM_PROMPTS, NUM_GROUPS, replace=False)
+        return self.copy.sample(tuple(task.problem(int(index)) for index in picked for _ in range(GROUP_SIZE)))
+
+    def backward(self, rollouts: Rollouts, without: tuple[int, int] | None = None) -> list[torch.Tensor]:
+        """Gradient of the step, or of the step without one token (row, response position)."""
+        self.model.zero_grad()
+        advantage_B = advantages(rewards_of(rollouts), GROUP_SIZE)
+        logp_BR = response_logp(self.model, rollouts.ids_BT)
+        losses_BR = token_losses(logp_BR, logp_BR.detach(), rollouts.logp_BR, advantage_B, rollouts.mask_BR)
+        if without is not None:
+            losses_BR = losses_BR.clone()
+            losses_BR[without] = 0.0
+        (losses_BR.sum() / rollouts.mask_BR.sum()).backward()
+        return _gradients(self.model)
+
+    def strike(self, fault: str, number: int) -> tuple[Rollouts, tuple[int, int]] | None:
+        """A step with the fault in it, and its culprit token; None where this step offers no place."""
+        previous, rollouts = self.sample(), self.sample()
+        planned = FAULTS[fault](number, 1, Path())
+        deed = planned.attempt(Moment(0, 0, rollouts, previous, self.copy, self.model, self.healthy_norm))
+        if deed is None:
+            return None
+        if deed.embedding is not None:
+            with torch.no_grad():
+                table_VH = self.model.get_input_embeddings().weight
+                table_VH[deed.embedding[0]] = deed.embedding[1].to(table_VH.dtype)
+        planted = deed.planted
+        num_rows = len(rollouts.problems) // 4  # of a micro-batch of the demo
+        row = planted["micro_batch"] * num_rows + planted["sequence"]
+        return deed.rollouts, (row, planted["token"] - task.PROMPT_LENGTH)
+
+
+def events(seed: int, num_events: int) -> list[Event]:
+    """Layer and token faults, each in a step of its own, after a healthy warm-up in which LayerClip learns."""
+    scene = _Scene(seed)
+    found: list[Event] = []
+    for fault in FAULTS:
+        for number in range(8 * num_events):
+            if sum(event.fault == fault for event in found) == num_events:
+                break
+            struck = scene.strike(fault, 1_000 * seed + number)
+            if struck is None:
+                continue
+            rollouts, culprit = struck
+            calm = scene.backward(rollouts, culprit)
+            whole = scene.backward(rollouts)
+            scene.probe.observe()
+            clipped = _gradients(scene.model)
+            layers = tuple(action.name for action in scene.clip.last)
             found.append(
                 Event(
                     fault,
                     seed,
-                    float(_norm(whole) / _norm(calm)),
+                    _norm(whole) / _norm(calm),
                     _cosine(clipped, calm),
                     _cosine(whole, calm),
-                    math.sqrt(max(0.0, 1 - share)),
+                    math.sqrt(max(0.0, 1 - _share(scene.model, calm, layers))),
                     layers,
                 )
             )
-    probe.close()
+    scene.probe.close()
     return found
-
-
-def _sample(copy: InferenceCopy, model: Any, step: int, rng: np.random.Generator) -> faults.Batch:
-    copy.sync(model, step)
-    picked = rng.choice(NUM_PROMPTS, 8, replace=False)
-    indices = [int(index) for index in picked for _ in range(GROUP_SIZE)]
-    ids_BT, logp_BR = copy.sample(indices)
-    responses = ids_BT[:, PROMPT_LENGTH:].tolist()
-    rewards_B = torch.tensor([reward_of(index, row) for index, row in zip(indices, responses, strict=True)])
-    return faults.Batch(ids_BT, logp_BR, torch.ones_like(logp_BR, dtype=torch.bool), advantages(rewards_B))
-
-
-def _strike(fault: str, model: Any, batch: faults.Batch, rng: np.random.Generator) -> torch.Tensor:
-    """Plant the fault in one answer (layer) or one replica's (token); which answers, bool [B]."""
-    before_BT, before_BR = batch.ids_BT.clone(), batch.logp_BR.clone()
-    if fault == "layer":
-        faults.cancelled_residual(model, batch, rng, 1)
-    else:
-        faults.mixed_up_prefixes(model, batch, 1)
-    return (batch.ids_BT != before_BT).any(dim=1) | (batch.logp_BR != before_BR).any(dim=1)
-
-
-def _backward(model: Any, batch: faults.Batch, rows_B: torch.Tensor | None = None) -> list[torch.Tensor]:
-    logp_BR = logp_of(model, batch.ids_BT)
-    mask_BR = batch.mask_BR if rows_B is None else batch.mask_BR & rows_B[:, None]
-    losses_BR = token_losses(logp_BR, batch.logp_BR, batch.advantage_B, mask_BR)
-    (losses_BR.sum() / batch.mask_BR.sum()).backward()
-    return _gradients(model)
 
 
 def _gradients(model: Any) -> list[torch.Tensor]:
     return [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in model.parameters()]
 
 
-def _norm(gradient: list[torch.Tensor]) -> torch.Tensor:
-    return torch.linalg.vector_norm(torch.cat([part.flatten().double() for part in gradient]))
+def _norm(gradient: list[torch.Tensor]) -> float:
+    return math.sqrt(sum(float(part.double().square().sum()) for part in gradient))
 
 
 def _cosine(one: list[torch.Tensor], other: list[torch.Tensor]) -> float:
     dot = sum(float((a.double() * b.double()).sum()) for a, b in zip(one, other, strict=True))
-    return dot / max(float(_norm(one) * _norm(other)), 1e-300)
+    return dot / max(_norm(one) * _norm(other), 1e-300)
 
 
 def _share(model: Any, gradient: list[torch.Tensor], layers: tuple[str, ...]) -> float:

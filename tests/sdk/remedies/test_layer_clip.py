@@ -30,14 +30,15 @@ def history_of(*steps: list[float]) -> LayerHistory:
 
 
 def test_a_layer_above_its_limit_is_scaled_and_the_others_are_not() -> None:
-    scale = layer_clip(np.array([1.0, 40.0, 3.0]), np.array([4.0, 4.0, math.nan]), power=1.0)
-    assert scale.tolist() == [1.0, 0.1, 1.0]
+    norms, limits = np.array([1.0, 40.0, 3.0]), np.array([4.0, 4.0, math.nan])
+    assert layer_clip(norms, limits, power=1.0).tolist() == [1.0, 0.1, 1.0]
+    assert layer_clip(norms, limits, np.array([1.0, 2.0, 1.0]), power=1.0).tolist() == [1.0, 0.05, 1.0]
 
 
 def test_the_more_a_layer_explodes_the_less_is_kept() -> None:
     norms = np.array([4.0, 8.0, 400.0])
-    kept = norms * layer_clip(norms, np.full(3, 4.0))
-    assert kept.tolist() == pytest.approx([4.0, 2.0, 0.04])
+    assert (norms * layer_clip(norms, np.full(3, 4.0))).tolist() == pytest.approx([4.0, 2.0, 0.04])
+    assert (norms * layer_clip(norms, np.full(3, 4.0), np.full(3, 1.0))).tolist() == pytest.approx([4.0, 0.125, 0.0025])
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
@@ -52,7 +53,7 @@ def test_a_layer_that_is_not_finite_gets_nothing_known_limit_or_not(bad: float) 
 def test_no_norm_is_ever_raised(layers: list[tuple[float, float]], power: float) -> None:
     norms = np.array([norm for norm, _ in layers], dtype=np.float64)
     limits = np.array([limit for _, limit in layers], dtype=np.float64)
-    scale = layer_clip(norms, limits, power)
+    scale = layer_clip(norms, limits, limits / 6, power)
     assert bool(((scale >= 0) & (scale <= 1)).all())
     healthy = norms <= limits
     assert bool((scale[healthy] == 1).all())
@@ -61,7 +62,7 @@ def test_no_norm_is_ever_raised(layers: list[tuple[float, float]], power: float)
 def test_nothing_is_limited_before_enough_was_seen() -> None:
     history = history_of(*[[1.0]] * (SETTINGS.num_warmup - 1))
     assert math.isnan(limits_from(history, SETTINGS)[0])
-    assert limits_from(learn(history, np.array([1.0]), SETTINGS), SETTINGS)[0] == 4.0
+    assert limits_from(learn(history, np.array([1.0]), SETTINGS), SETTINGS)[0] == 6.0
 
 
 @given(st.lists(st.sampled_from([math.nan, math.inf, 0.0, 1e6, 1e300]), max_size=11))
@@ -75,17 +76,17 @@ def test_neither_spike_nor_nan_nor_zero_moves_a_limit(bad: list[float]) -> None:
 
 def test_a_level_that_lasts_becomes_the_history() -> None:
     history = history_of(*[[1.0, 1.0]] * 20, *[[50.0, 1.0]] * SETTINGS.regime_steps)
-    assert limits_from(history, SETTINGS).tolist() == [200.0, 4.0]
+    assert limits_from(history, SETTINGS).tolist() == [300.0, 6.0]
 
 
 def test_a_level_that_is_interrupted_does_not() -> None:
     steps = ([[50.0]] * (SETTINGS.regime_steps - 1) + [[1.0]]) * 3
-    assert limits_from(history_of(*[[1.0]] * 20, *steps), SETTINGS).tolist() == [4.0]
+    assert limits_from(history_of(*[[1.0]] * 20, *steps), SETTINGS).tolist() == [6.0]
 
 
 def test_old_norms_are_forgotten() -> None:
     history = history_of(*[[3.0]] * 32, *[[1.0]] * 32)
-    assert limits_from(history, SETTINGS).tolist() == [4.0]
+    assert limits_from(history, SETTINGS).tolist() == [6.0]
 
 
 @given(st.lists(st.floats(0, 1e9, allow_nan=False), min_size=1, max_size=60), st.integers(0, 59))

@@ -1,16 +1,17 @@
 """LayerClip: each layer's gradient held to a limit from that layer's own history. Pure.
 
     limit_l = max(factor_of_max * largest, factor_of_median * median) of layer l's last accepted norms
-    scale_l = 1                              where norm_l <= limit_l
-              (limit_l / norm_l) ** power    above it
-              0                              where the norm is not finite
+    scale_l = 1                               where norm_l <= limit_l
+              (median_l / norm_l) ** power    above it
+              0                               where the norm is not finite
 
-power 1 is clipping as everybody knows it. The default is 2, a redescending estimator: if a healthy part of
-norm h and an unrelated explosion are added, the best linear guess of the healthy part is (h / norm)² times
-the sum (Wiener), so the more a layer explodes the less of it is kept; clipping to the limit would keep the
-explosion's direction at several times the healthy size. Accepted means finite, positive and not above the
-limit: neither a spike nor a NaN nor a zero can poison the history. A level that lasts `regime_steps` steps
-in a row becomes the history. Source: GradLoc's article (type B, "LayerClip"; no formula is published).
+power 1 brings an exploded layer back to its usual norm. The default is 2, a redescending estimator: if a
+healthy part of norm h and an unrelated explosion are added, the best linear guess of the healthy part is
+(h / norm)² times the sum (Wiener), so the more a layer explodes the less of it is kept; clipping to the limit
+would keep the explosion's direction at several times the healthy size. Accepted means finite, positive and
+not above the limit: neither a spike nor a NaN nor a zero can poison the history. A level that lasts
+`regime_steps` steps in a row becomes the history. Source: GradLoc's article (type B, "LayerClip"; no formula
+is published). The default factors are the smallest of those tried that touched none of 1,800 healthy steps.
 Shapes: L layers, W kept norms, K steps of a new regime.
 """
 
@@ -30,8 +31,8 @@ _VERSION = 1
 class LayerLimits:
     """Settings of LayerClip."""
 
-    factor_of_max: float = 2.0
-    factor_of_median: float = 4.0
+    factor_of_max: float = 3.0
+    factor_of_median: float = 6.0
     power: float = 2.0
     window: int = 32
     num_warmup: int = 8
@@ -44,7 +45,9 @@ class LayerLimits:
                 "for below it healthy steps are clipped"
             )
         if not 1.0 <= self.power < math.inf:
-            raise ValueError(f"LayerClip: power is {self.power}; expected 1 (clip) or more (2 drops what explodes)")
+            raise ValueError(
+                f"LayerClip: power is {self.power}; expected 1 (back to the median) or more (2 drops what explodes)"
+            )
         if not 1 <= self.num_warmup <= self.window <= 4_096:
             raise ValueError(
                 f"LayerClip: num_warmup is {self.num_warmup} and window {self.window}; "
@@ -68,10 +71,15 @@ class LayerHistory:
     num_pending_L: npt.NDArray[np.int64]
 
 
-def layer_clip(norms_L: Array, limits_L: Array, power: float = 2.0) -> Array:
-    """Scale in [0, 1] of each layer: float64 [L]. A limit that is NaN is not known yet: scale 1."""
+def layer_clip(norms_L: Array, limits_L: Array, targets_L: Array | None = None, power: float = 2.0) -> Array:
+    """Scale in [0, 1] of each layer: float64 [L]; (target / norm) ** power above the limit.
+
+    `targets_L` are healthy norms, the limits themselves when None. A limit that is NaN is not known yet:
+    scale 1.
+    """
+    targets_L = limits_L if targets_L is None else targets_L
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
-        scale_L = np.where(norms_L > limits_L, (limits_L / norms_L) ** power, 1.0)
+        scale_L = np.where(norms_L > limits_L, (targets_L / norms_L) ** power, 1.0)
     return np.where(np.isfinite(norms_L), np.minimum(scale_L, 1.0), 0.0)
 
 
@@ -84,6 +92,16 @@ def empty_history(names: tuple[str, ...], settings: LayerLimits) -> LayerHistory
         np.full((num_layers, settings.regime_steps), math.nan),
         np.zeros(num_layers, dtype=np.int64),
     )
+
+
+def medians_from(history: LayerHistory) -> Array:
+    """Median of each layer's accepted norms: float64 [L], NaN where there are none."""
+    medians_L = np.full(len(history.names), math.nan)
+    known_L = np.isfinite(history.accepted_LW).any(axis=1)
+    if known_L.any():
+        with np.errstate(over="ignore"):
+            medians_L[known_L] = np.nanmedian(history.accepted_LW[known_L], axis=1)
+    return medians_L
 
 
 def limits_from(history: LayerHistory, settings: LayerLimits) -> Array:

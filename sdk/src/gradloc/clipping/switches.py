@@ -133,7 +133,7 @@ class LayerAction:
 
 
 class LayerClip(_Counted):
-    """Holds each layer's gradient to a limit from its own history; see `layer.py` for the formula.
+    """Scales a layer's gradient down when it exceeds a limit from the layer's own history; see `layer.py`.
 
     by "block": a transformer block, the embedding, the head are a layer each; by "kind": attention, MLP and
     norms of a block count apart. `last` is what it did at the last step. A layer whose norm is not finite gets
@@ -143,8 +143,8 @@ class LayerClip(_Counted):
 
     def __init__(
         self,
-        factor_of_max: float = 2.0,
-        factor_of_median: float = 4.0,
+        factor_of_max: float = 3.0,
+        factor_of_median: float = 6.0,
         power: float = 2.0,
         *,
         by: Literal["block", "kind"] = "block",
@@ -188,7 +188,7 @@ class LayerClip(_Counted):
         history = self._attached()
         norms_L = self._norms(history, layer_norms)
         limits_L = layer.limits_from(history, self.settings)
-        scale_L = layer.layer_clip(norms_L, limits_L, self.settings.power)
+        scale_L = layer.layer_clip(norms_L, limits_L, layer.medians_from(history), self.settings.power)
         self.last = tuple(
             LayerAction(name, norm, limit if math.isfinite(norm) else None, scale)
             for name, norm, limit, scale in zip(
