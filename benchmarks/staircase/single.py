@@ -35,7 +35,7 @@ FAULTS: dict[str, type[PlannedFault]] = {"layer": LayerExplosion, "token": Token
 
 @dataclass(frozen=True)
 class Event:
-    """One struck step. Cosines are to the gradient of the same step with the culprit token's coefficient 0."""
+    """One struck step. Cosines are to the gradient of the same step without the struck answer."""
 
     fault: str
     seed: int
@@ -70,8 +70,8 @@ class _Scene:
         picked = self.rng.choice(task.NUM_PROMPTS, NUM_GROUPS, replace=False)
         return self.copy.sample(tuple(task.problem(int(index)) for index in picked for _ in range(GROUP_SIZE)))
 
-    def backward(self, rollouts: Rollouts, without: tuple[int, int] | None = None) -> list[torch.Tensor]:
-        """Gradient of the step, or of the step without one token (row, response position)."""
+    def backward(self, rollouts: Rollouts, without: int | None = None) -> list[torch.Tensor]:
+        """Gradient of the step, or of the step without one answer (its row)."""
         self.model.zero_grad()
         advantage_B = advantages(rewards_of(rollouts), GROUP_SIZE)
         logp_BR = response_logp(self.model, rollouts.ids_BT)
@@ -82,8 +82,8 @@ class _Scene:
         (losses_BR.sum() / rollouts.mask_BR.sum()).backward()
         return _gradients(self.model)
 
-    def strike(self, fault: str, number: int) -> tuple[Rollouts, tuple[int, int]] | None:
-        """A step with the fault in it, and its culprit token; None where this step offers no place."""
+    def strike(self, fault: str, number: int) -> tuple[Rollouts, int] | None:
+        """A step with the fault in it, and the struck answer's row; None where this step offers no place."""
         previous, rollouts = self.sample(), self.sample()
         planned = FAULTS[fault](number, 1, Path())
         deed = planned.attempt(Moment(0, 0, rollouts, previous, self.copy, self.model, self.healthy_norm))
@@ -95,8 +95,7 @@ class _Scene:
                 table_VH[deed.embedding[0]] = deed.embedding[1].to(table_VH.dtype)
         planted = deed.planted
         num_rows = len(rollouts.problems) // 4  # of a micro-batch of the demo
-        row = planted["micro_batch"] * num_rows + planted["sequence"]
-        return deed.rollouts, (row, planted["token"] - task.PROMPT_LENGTH)
+        return deed.rollouts, planted["micro_batch"] * num_rows + planted["sequence"]
 
 
 def events(seed: int, num_events: int) -> list[Event]:
