@@ -28,7 +28,7 @@ METRICS = (
     "sequences_remedied",
     "rewards_remedied",
 )
-_RANK_FIELDS = ("failed", "ready", "late", *SUMMARY_FIELDS, *METRICS)
+_RANK_FIELDS = ("failed", "ready", "late", "square", *SUMMARY_FIELDS, *METRICS)
 _SHARED = ("version", "norm", "healthy_norm", "late_step")
 
 
@@ -72,6 +72,17 @@ class CommonView:
     def num_tokens(self) -> int:
         return int(sum(rank["num_tokens"] for rank in self.ranks))
 
+    @property
+    def rank_norms(self) -> tuple[float, ...]:
+        """Norm of each rank's own gradient, where every rank holds the whole one and adds its part of the square."""
+        return tuple(_root(len(self.ranks) * rank["square"]) for rank in self.ranks)
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """The metrics that were given and are finite, mean over ranks."""
+        means = {name: self.mean(name) for name in METRICS}
+        return {name: value for name, value in means.items() if value is not None and math.isfinite(value)}
+
     def worst_rank(self) -> int:
         """Rank with the largest |c|; one with a NaN counts as worst."""
         values = [rank["coefficient_abs_max"] for rank in self.ranks]
@@ -113,7 +124,7 @@ def to_vector(view: LocalView, layer_names: tuple[str, ...], rank: int, world_si
         vector[num_layers : 3 * num_layers + len(_SHARED)] = torch.tensor(shared, dtype=torch.float64)
     at = 3 * num_layers + len(_SHARED) + rank * len(_RANK_FIELDS)
     metrics = [view.metrics.get(name, _NOT_GIVEN) for name in METRICS]
-    flags = [float(view.failed), float(view.ready), float(view.has_late_step)]
+    flags = [float(view.failed), float(view.ready), float(view.has_late_step), float(view.layer_squares_L.sum())]
     vector[at : at + len(_RANK_FIELDS)] = torch.tensor([*flags, *view.summary.tolist(), *metrics], dtype=torch.float64)
     return vector
 

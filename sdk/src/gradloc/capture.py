@@ -37,6 +37,7 @@ class _Captured:
     rollout_logp_BR: torch.Tensor | None
     old_logp_BR: torch.Tensor | None
     advantage_BR: torch.Tensor | None
+    rollout_ids_BR: torch.Tensor | None
     uids: tuple[str, ...]
     temperature: float
     coefficient_BR: torch.Tensor | None = None
@@ -63,6 +64,7 @@ class Capture:
         old_logp: torch.Tensor | None,
         advantage: torch.Tensor | None,
         uid: Sequence[object] | None,
+        rollout_ids: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None,
         position_ids: torch.Tensor | None,
         temperature: float,
@@ -92,6 +94,7 @@ class Capture:
             rollout_logp_BR=_optional("rollout_logp", rollout_logp, tuple(logp_BR.shape)),
             old_logp_BR=_optional("old_logp", old_logp, tuple(logp_BR.shape)),
             advantage_BR=_per_token(advantage, logp_BR),
+            rollout_ids_BR=_optional("rollout_ids", rollout_ids, tuple(logp_BR.shape)),
             uids=tuple(str(one) for one in uid) if uid is not None else (),
             temperature=float(temperature),
         )
@@ -112,6 +115,7 @@ class Capture:
                 rollout_logp_BR=one.rollout_logp_BR,
                 old_logp_BR=one.old_logp_BR,
                 advantage_BR=one.advantage_BR,
+                rollout_ids_BR=one.rollout_ids_BR,
                 uids=one.uids,
                 temperature=one.temperature,
             )

@@ -5,7 +5,7 @@ nondeterminism or bad hardware.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -35,6 +35,9 @@ class StepFacts:
     healthy_norm: float | None = None
     healthy_layer_norms: Mapping[str, float] = field(default_factory=dict)
     weights: str = "before-update"
+    rank_norms: Sequence[float] = ()
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    metrics_usual: Mapping[str, float] = field(default_factory=dict)
 
     def limit_for(self, norm: float) -> float:
         """The step's own limit, else one made from what is known."""

@@ -14,6 +14,7 @@ import functools
 import logging
 import math
 import os
+import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -48,6 +49,7 @@ from gradloc_proto.redis_bus import RedisBus
 
 RING_LENGTH = 4  # steps whose batch is kept for a late request
 SNAPSHOTS_MAX = 50  # a run's quota; a storm of spikes must not fill the store
+METRICS_USUAL_STEPS = 32  # whose median metrics are the usual ones
 LIMITS_AGE_MAX_STEPS = 64  # older limits from the detector give way to the local rules
 _log = logging.getLogger("gradloc")
 _GO: Decision = "go"
@@ -131,6 +133,7 @@ class Probe:
         self._capture = Capture()
         self._remedies = AppliedRemedies(remedies, model, self._module)
         self._ring: deque[_KeptStep] = deque(maxlen=RING_LENGTH)
+        self._metrics_before: deque[dict[str, float]] = deque(maxlen=METRICS_USUAL_STEPS)
         self._complained: set[str] = set()
         self._rules = rules.RunState()
         self._wished_step: int | None = None  # rank 0's wish as all ranks heard it at the last step
@@ -174,6 +177,7 @@ class Probe:
         old_logp: torch.Tensor | None = None,
         advantage: torch.Tensor | None = None,
         uid: Sequence[object] | None = None,
+        rollout_ids: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
         position_ids: torch.Tensor | None = None,
         temperature: float = 1.0,
@@ -183,8 +187,8 @@ class Probe:
         logp [B, R] requires grad and is what the loss uses; it belongs to the last R positions of ids
         [B, T]. mask [B, R] (or [B, T]) is 1 where a token is in the loss. rollout_logp and old_logp
         [B, R]; advantage [B] or [B, R]; uid: one name a row (dataset row and prompt), which a finding
-        repeats; attention_mask and position_ids [B, T] as the model got them; temperature: what logits
-        were divided by.
+        repeats; rollout_ids [B, R]: ids that rollout_logp belongs to, where ids were made from text again;
+        attention_mask and position_ids [B, T] as the model got them; temperature: what logits were divided by.
         """
         try:
             # First, so that the capture sees the coefficients that the step really uses.
@@ -198,6 +202,7 @@ class Probe:
                 old_logp=old_logp,
                 advantage=advantage,
                 uid=uid,
+                rollout_ids=rollout_ids,
                 attention_mask=attention_mask,
                 position_ids=position_ids,
                 temperature=temperature,
@@ -311,6 +316,7 @@ class Probe:
             self._learn(view)
         self._wished_step = view.late_step
         self._ring.append(_KeptStep(self.step, view, micro_batches))
+        self._metrics_before.append(view.metrics)
         self.step += 1
         self._observed = True
         return decision
@@ -347,6 +353,9 @@ class Probe:
             limit=view.limits.norm,
             healthy_norm=view.limits.healthy_norm,
             healthy_layer_norms=view.limits.healthy_layers,
+            rank_norms=() if self._sharded else view.rank_norms,
+            metrics=view.metrics,
+            metrics_usual=_medians(self._metrics_before),
             weights=weights,
             model_config_hf=self._record.config,
             architecture=self._record.architecture,
@@ -470,6 +479,12 @@ def _known_metrics(metrics: dict[str, float]) -> dict[str, float]:
     if unknown:
         raise ValueError(f"unknown metrics {unknown}; expected some of {list(METRICS)}")
     return {name: float(value) for name, value in metrics.items() if value is not None}
+
+
+def _medians(rows: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Median of each metric over the rows that have it."""
+    names = dict.fromkeys(name for row in rows for name in row)
+    return {name: statistics.median(row[name] for row in rows if name in row) for name in names}
 
 
 def _collective_device() -> torch.device:

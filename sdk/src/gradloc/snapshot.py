@@ -54,6 +54,7 @@ class MicroBatch:
     rollout_logp_BR: torch.Tensor | None = None
     old_logp_BR: torch.Tensor | None = None
     advantage_BR: torch.Tensor | None = None
+    rollout_ids_BR: torch.Tensor | None = None  # int64; what rollout_logp belongs to, where the trainer said so
     uids: tuple[str, ...] = ()
     temperature: float = 1.0
 
@@ -107,6 +108,9 @@ class Manifest(_Document):
     limit: float | None = None
     healthy_norm: float | None = None
     healthy_layer_norms: dict[str, float] = {}
+    rank_norms: tuple[float, ...] = ()  # each rank's own, where every rank holds the whole gradient
+    metrics: dict[str, float] = {}  # lr, reward_mean, ... of the step, mean over ranks
+    metrics_usual: dict[str, float] = {}  # their medians over the steps before
     weights: Literal["before-update", "after-update", "reference", "none"] = "before-update"
     model_config_hf: dict[str, Any] | None = None
     architecture: str | None = None

@@ -59,6 +59,9 @@ def explain(
         healthy_norm=manifest.healthy_norm,
         healthy_layer_norms=manifest.healthy_layer_norms,
         weights=manifest.weights,
+        rank_norms=manifest.rank_norms,
+        metrics=manifest.metrics,
+        metrics_usual=manifest.metrics_usual,
     )
     finding = localize(
         policy, batches, facts, strategy=options.strategy, texts=texts_of(snapshot), on_progress=on_progress
