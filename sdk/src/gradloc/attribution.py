@@ -26,6 +26,10 @@ from gradloc.replay import Gradient
 # Wanted change of the leading token's logp, and |sum - 1| that counts as numerically sound.
 TAU = {torch.float32: 0.03, torch.float64: 0.03}
 TAU_LOW_PRECISION = 0.3
+TAU_MAX_FACTOR = 4.0  # above it logp bends
+# Below it rounding speaks: in full precision logp is good to 1e-6, a thousandth of the smallest change accepted.
+TAU_MIN_FACTOR = {torch.float32: 0.05, torch.float64: 0.05}
+TAU_MIN_FACTOR_LOW_PRECISION = 0.25
 CHECKSUM_TOLERANCE = {torch.float32: 0.005, torch.float64: 0.005}
 CHECKSUM_TOLERANCE_LOW_PRECISION = 0.15
 NUM_RESCALES_MAX = 6  # each moves eps by at most 100x: twelve decades in all
@@ -86,6 +90,62 @@ def attribute(
     return best
 
 
+@dataclass(frozen=True)
+class Reach:
+    """How far to move: the wanted change of the leading token's logp, and the changes that will do."""
+
+    tau: float
+    low: float
+    high: float
+
+    def first_eps(self, coefficient_max: float, norm: float) -> float:
+        """The eps that changes logp by tau where one token alone makes the gradient."""
+        return self.tau * coefficient_max / norm
+
+    def next_eps(self, eps: float, change: float) -> float | None:
+        """Another eps when logp changed by far more or less than tau (or not to a number)."""
+        size = abs(change)
+        if self.low <= size <= self.high:
+            return None
+        scale = self.tau / size if size > 0 else math.inf
+        return eps * (0.01 if math.isnan(scale) else min(max(scale, 0.01), 100.0))
+
+
+def reach_of(grid: torch.dtype) -> Reach:
+    """The reach for this number format."""
+    tau = TAU.get(grid, TAU_LOW_PRECISION)
+    return Reach(tau, tau * TAU_MIN_FACTOR.get(grid, TAU_MIN_FACTOR_LOW_PRECISION), tau * TAU_MAX_FACTOR)
+
+
+def checksum_tolerance(grid: torch.dtype) -> float:
+    """|sum - 1| that counts as numerically sound in this number format."""
+    return CHECKSUM_TOLERANCE.get(grid, CHECKSUM_TOLERANCE_LOW_PRECISION)
+
+
+def leader(coefficients: Sequence[Tensor], moved: Sequence[Tensor], base: Sequence[Tensor]) -> tuple[float, float]:
+    """Largest |c * change of logp| and that change; the change is NaN when any is not finite."""
+    weight, change_of_leader = -1.0, 0.0
+    for coefficient, up, before in zip(coefficients, moved, base, strict=True):
+        change = torch.where(coefficient != 0, up - before, 0.0)
+        if not bool(torch.isfinite(change).all()):
+            return math.inf, math.nan
+        weighed = (coefficient * change).abs()
+        if weighed.numel() and float(weighed.max()) > weight:
+            weight = float(weighed.max())
+            change_of_leader = float(change.flatten()[int(weighed.argmax())])
+    return weight, change_of_leader
+
+
+def shares_of(
+    coefficients: Sequence[Tensor], up: Sequence[Tensor], down: Sequence[Tensor], eps: float, norm: float
+) -> tuple[Tensor, ...]:
+    """Shares from logps at +eps and -eps."""
+    return tuple(
+        torch.where(coefficient != 0, coefficient * (plus - minus) / (2 * eps * norm), 0.0)
+        for coefficient, plus, minus in zip(coefficients, up, down, strict=True)
+    )
+
+
 def _exactly(
     policy: Policy,
     batches: Sequence[PlacedBatch],
@@ -140,25 +200,24 @@ class _Prober:
         self._norm = gradient.norm
         self._logp = logp
         self._perturbation = Perturbation(policy.parameters, gradient.tensors, gradient.norm, policy.grid)
-        self._tau = TAU.get(policy.grid, TAU_LOW_PRECISION)
-        self._tolerance = CHECKSUM_TOLERANCE.get(policy.grid, CHECKSUM_TOLERANCE_LOW_PRECISION)
+        self._reach = reach_of(policy.grid)
+        self._tolerance = checksum_tolerance(policy.grid)
         self._last: _Step | None = None
         self._direction = 0.0
 
     def first_eps(self) -> float:
         largest = max(float(coefficient.abs().max()) for coefficient in self._coefficients if coefficient.numel())
-        return self._tau * largest / self._norm
+        return self._reach.first_eps(largest, self._norm)
 
     def measure(self, eps: float) -> Attribution:
         """Shares at an eps near `eps` that moves the leading token's logp by about tau."""
         plus: list[Tensor] = []
         for _ in range(NUM_RESCALES_MAX):
             plus = self._log_probs(eps)
-            change = abs(self._change_of_leader(plus))
-            if self._tau / 4 <= change <= 4 * self._tau:
+            better = self._reach.next_eps(eps, leader(self._coefficients, plus, self._logp)[1])
+            if better is None:
                 break
-            scale = self._tau / change if change > 0 else math.inf
-            eps *= 0.01 if math.isnan(scale) else min(max(scale, 0.01), 100.0)
+            eps = better
         return self._attribution(eps, plus)
 
     def retry(self) -> Attribution | None:
@@ -175,10 +234,7 @@ class _Prober:
     def _attribution(self, eps: float, plus: list[Tensor]) -> Attribution:
         minus = self._log_probs(-eps)
         self._last = _Step(eps, plus, minus)
-        shares = tuple(
-            torch.where(coefficient != 0, coefficient * (up - down) / (2 * eps * self._norm), 0.0)
-            for coefficient, up, down in zip(self._coefficients, plus, minus, strict=True)
-        )
+        shares = shares_of(self._coefficients, plus, minus, eps, self._norm)
         return Attribution(
             shares=shares,
             checksum=float(sum(float(share.sum()) for share in shares)),
@@ -197,19 +253,6 @@ class _Prober:
                     logp_BR[part.rows, : part.num_columns] = moved_BR.double().cpu()
                 found.append(logp_BR)
         return found
-
-    def _change_of_leader(self, plus: list[Tensor]) -> float:
-        """Change of logp of the token with the largest |c * change|; NaN when any change is not finite."""
-        leader, weight = 0.0, -1.0
-        for coefficient, up, base in zip(self._coefficients, plus, self._logp, strict=True):
-            change = torch.where(coefficient != 0, up - base, 0.0)
-            if not bool(torch.isfinite(change).all()):
-                return math.nan
-            weighed = (coefficient * change).abs()
-            if weighed.numel() and float(weighed.max()) > weight:
-                weight = float(weighed.max())
-                leader = float(change.flatten()[int(weighed.argmax())])
-        return leader
 
     def _curvature(self, step: _Step) -> float:
         """Second difference against the first one, over all tokens by weight."""

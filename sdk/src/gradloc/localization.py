@@ -8,7 +8,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 from torch import Tensor
 
@@ -18,6 +18,7 @@ from gradloc.evidence import evidence_of
 from gradloc.exhibits import Exhibits, Texts, rounded, show
 from gradloc.fidelity import LIMIT_OVER_HEALTHY, StepFacts, fidelity_of, refusal, tolerance_of
 from gradloc.gradient_profile import residual_sizes
+from gradloc.localized import summary_of, verdict_of
 from gradloc.nonfinite import NonFiniteSource, find_in_batch, find_in_network
 from gradloc.policy import PlacedBatch, Policy
 from gradloc.remedies import fix_for
@@ -124,7 +125,7 @@ def _finding(
     shown = show(scene, order.texts, sizes, found, search.exact or {}, search.attribution)
     num_culprits = 0 if found is None else len(found.rows) or len(found.places)
     causes = diagnose(evidence_of(scene, limit, search.kind, shown, growth, num_culprits))
-    verdict = _verdict(search.kind, causes[0])
+    verdict = verdict_of(search.kind, causes[0])
     certificate = None if found is None else _certificate(scene.gradient.norm, limit, found, num_culprits)
     return Finding(
         verdict=verdict,
@@ -159,17 +160,6 @@ def _certificate(norm: float, limit: float, found: CulpritSet, num_culprits: int
         num_tokens_lower_bound=found.num_tokens_lower_bound,
         minimal=found.is_minimal,
     )
-
-
-def _verdict(kind: str, cause: Cause) -> Verdict:
-    """The likeliest cause may say more than what the culprit set is made of."""
-    if cause.name == "mask-fault" and kind in ("token", "sequence"):
-        return "mask"
-    if cause.name == "layer-heterogeneity" and cause.confidence != "low" and kind in ("token", "sequence"):
-        return "layer"
-    if cause.name == "unnormalised-loss":
-        return "accounting"
-    return cast(Verdict, kind)
 
 
 def _explain_nonfinite(
@@ -262,20 +252,3 @@ def _nonfinite_cause(source: NonFiniteSource | None, culprits: Sequence[Culprit]
         else f"the {source.what} of the token is not finite before any gradient is computed",
         evidence=evidence,
     )
-
-
-def summary_of(
-    verdict: str, found: Sequence[Culprit], share: float | None, certificate: Certificate | None, fidelity: Fidelity
-) -> str:
-    """One sentence for a log line; never a token's text."""
-    parts = [f"{verdict}: norm {fidelity.reported_norm:.4g}"]
-    if found:
-        first = found[0]
-        where = f"rank {first.rank} micro-batch {first.micro_batch} sequence {first.sequence} token {first.token}"
-        number = where if certificate is None or certificate.num_culprits == 1 else f"{where} and others"
-        parts.append(number if share is None else f"{number}, {100 * share:.1f} % of the squared norm")
-    if certificate is not None:
-        parts.append(f"norm without {certificate.norm_without:.4g} (limit {certificate.limit:.4g})")
-    if not fidelity.reproduced:
-        parts.append(f"replay {fidelity.replayed_norm:.4g} does not match")
-    return "; ".join(parts)[:512]

@@ -1,6 +1,7 @@
 """What a snapshot must say of a model so that it can be rebuilt elsewhere, without any code of it."""
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,3 +54,11 @@ def tokenizer_json_of(tokenizer: object | None) -> str | None:
             "expected a tokenizers.Tokenizer or a fast Hugging Face tokenizer"
         )
     return str(to_str())
+
+
+def texts_of(tokenizer: object | None) -> Callable[[int], str] | None:
+    """Text of a token id by the user's own tokenizer; None without one."""
+    decode = getattr(getattr(tokenizer, "backend_tokenizer", tokenizer), "decode", None)
+    if not callable(decode):
+        return None
+    return lambda token_id: str(decode([token_id], skip_special_tokens=False)) if token_id >= 0 else ""

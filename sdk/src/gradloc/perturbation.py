@@ -8,16 +8,16 @@ import contextlib
 from collections.abc import Iterator, Mapping
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 _SEED = 20_240_607  # any fixed number: the same snapshot gives the same finding
 
 
 class Perturbation:
-    """Parameters, their exact values, and a direction of norm `norm` to move them along."""
+    """Parameters (or this rank's shards), their exact values, and a direction of norm `norm` to move them along."""
 
     def __init__(
-        self, parameters: Mapping[str, nn.Parameter], direction: Mapping[str, Tensor], norm: float, grid: torch.dtype
+        self, parameters: Mapping[str, Tensor], direction: Mapping[str, Tensor], norm: float, grid: torch.dtype
     ) -> None:
         self._parameters = parameters
         self._originals = {name: parameter.detach().clone() for name, parameter in parameters.items()}

@@ -65,13 +65,22 @@ class Meter:
 class Policy:
     """A causal language model whose call returns logits (Hugging Face's, or any with the same call).
 
-    The model is put into eval mode: dropout is not replayed. `autocast_dtype` is the trainer's.
+    The model is put into eval mode: dropout is not replayed. `autocast_dtype` is the trainer's; `grid` the format that
+    the forward pass reads parameters in, where neither autocast nor the parameters tell it.
     """
 
-    def __init__(self, model: nn.Module, meter: Meter, *, autocast_dtype: torch.dtype | None = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        meter: Meter,
+        *,
+        autocast_dtype: torch.dtype | None = None,
+        grid: torch.dtype | None = None,
+    ) -> None:
         self.model = model.eval()
         self.meter = meter
         self.autocast_dtype = autocast_dtype
+        self._grid = grid
         self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         if not self.parameters:
             raise ValueError("the model has no trainable parameter; nothing to localize")
@@ -90,6 +99,8 @@ class Policy:
     @property
     def grid(self) -> torch.dtype:
         """Number format that the forward pass reads parameters in."""
+        if self._grid is not None:
+            return self._grid
         dtype = next(iter(self.parameters.values())).dtype
         return dtype if self.autocast_dtype is None else self.autocast_dtype
 
@@ -105,7 +116,8 @@ class Policy:
         num_positions = batch.logp_BR.shape[1]
         ids_BT = batch.ids_BT.to(self.device)
         end = None if to_the_end else -1
-        inputs: dict[str, Any] = {"input_ids": ids_BT[:, :end]}
+        fed_BT = ids_BT[:, :end]
+        inputs: dict[str, Any] = {}
         if batch.attention_mask_BT is not None and "attention_mask" in self._takes:
             inputs["attention_mask"] = batch.attention_mask_BT[:, :end].to(self.device).long()
         if batch.position_ids_BT is not None and "position_ids" in self._takes:
@@ -114,14 +126,18 @@ class Policy:
             inputs["use_cache"] = False
         if "logits_to_keep" in self._takes:
             inputs["logits_to_keep"] = num_positions + (1 if to_the_end else 0)
-        # A fresh autocast region per call: a cached cast would hide a moved parameter.
+        # Without autocast's cache, which outlives a region inside another: a cached cast would hide a moved parameter.
         with self._autocast():
-            output = self.model(**inputs) if instead is None else functional_call(self.model, dict(instead), (), inputs)
+            output = (
+                self.model(fed_BT, **inputs)
+                if instead is None
+                else functional_call(self.model, dict(instead), (fed_BT,), inputs)
+            )
             logits = output if isinstance(output, Tensor) else output.logits
         logits_BRV = logits[:, -num_positions - 1 : -1] if to_the_end else logits[:, -num_positions:]
         logits_BRV = logits_BRV.to(torch.promote_types(logits_BRV.dtype, torch.float32)) / batch.temperature
         targets_BR = ids_BT[:, -num_positions:]
-        self.meter.num_tokens_forward += inputs["input_ids"].numel()
+        self.meter.num_tokens_forward += fed_BT.numel()
         self.meter.num_forwards += 1
         return torch.log_softmax(logits_BRV, dim=-1).gather(-1, targets_BR.unsqueeze(-1)).squeeze(-1)
 
@@ -142,10 +158,11 @@ class Policy:
 
     @contextlib.contextmanager
     def _autocast(self) -> Iterator[None]:
-        if self.autocast_dtype is None:
+        enabled = self.autocast_dtype is not None
+        if not enabled and not torch.is_autocast_enabled(self.device.type):
             yield
         else:
-            with torch.autocast(self.device.type, dtype=self.autocast_dtype):
+            with torch.autocast(self.device.type, dtype=self.autocast_dtype, enabled=enabled, cache_enabled=False):
                 yield
 
 

@@ -28,7 +28,8 @@ from gradloc import __version__
 from gradloc.agreement import METRICS, CommonView, LocalView, from_vector, to_vector
 from gradloc.capture import SUMMARY_FIELDS, Capture, summarize
 from gradloc.clipping.applied import AppliedRemedies, Remedy
-from gradloc.model_record import ModelRecord, tokenizer_json_of, unwrapped
+from gradloc.inline import InlineLocalizer, SpikedStep
+from gradloc.model_record import ModelRecord, texts_of, tokenizer_json_of, unwrapped
 from gradloc.norms import LayerNorms
 from gradloc.publisher import Publisher
 from gradloc.snapshot import Manifest, MicroBatch
@@ -40,6 +41,7 @@ from gradloc_proto.bus import Bus
 from gradloc_proto.identities import check_run_id
 from gradloc_proto.messages import (
     Decision,
+    Finding,
     Limits,
     Message,
     RunEnded,
@@ -47,6 +49,7 @@ from gradloc_proto.messages import (
 )
 from gradloc_proto.redis_bus import RedisBus
 
+FINDINGS_LENGTH = 16  # findings of inline mode that are kept
 RING_LENGTH = 4  # steps whose batch is kept for a late request
 SNAPSHOTS_MAX = 50  # a run's quota; a storm of spikes must not fill the store
 METRICS_USUAL_STEPS = 32  # whose median metrics are the usual ones
@@ -95,7 +98,8 @@ class _KeptStep:
 class Probe:
     """Watches one training process (one rank). Made by `watch`.
 
-    stall_s: seconds the training loop waited because of us. num_events_dropped: messages lost.
+    stall_s: seconds the training loop waited because of us. num_events_dropped: messages lost. finding: what
+    inline mode found at the last spike that it explained, the same on every rank; findings: the last of them.
     """
 
     def __init__(
@@ -114,6 +118,9 @@ class Probe:
         model_factory: str | None,
         first_step: int,
         remedies: Sequence[Remedy] = (),
+        localize: Literal["inline"] | None = None,
+        scaler: object | None = None,
+        texts: Callable[[int], str] | None = None,
     ) -> None:
         distributed = dist.is_available() and dist.is_initialized()
         self.rank = dist.get_rank() if distributed else 0
@@ -127,11 +134,15 @@ class Probe:
         self._record = ModelRecord.of(self._module, model_factory)
         self._tokenizer_json = tokenizer_json
         self._skip_above = skip_above
-        self._grad_factor = 1.0 / self.world_size if reduction == "mean" else 1.0
+        self._rank_factor = 1.0 / self.world_size if reduction == "mean" else 1.0
+        self._scaler = scaler
+        self._grad_factor = self._rank_factor  # of the step in progress, the loss scale taken out
         self._norms = LayerNorms(self._module.named_parameters(), self.world_size)
         self._sharded = is_sharded(self._module)
         self._capture = Capture()
         self._remedies = AppliedRemedies(remedies, model, self._module)
+        self.findings: deque[Finding] = deque(maxlen=FINDINGS_LENGTH)
+        self._inline = None if localize is None else self._inline_localizer(model, texts)
         self._ring: deque[_KeptStep] = deque(maxlen=RING_LENGTH)
         self._metrics_before: deque[dict[str, float]] = deque(maxlen=METRICS_USUAL_STEPS)
         self._complained: set[str] = set()
@@ -161,6 +172,10 @@ class Probe:
                 labels=labels,
             )
         )
+
+    @property
+    def finding(self) -> Finding | None:
+        return self.findings[-1] if self.findings else None
 
     @property
     def num_events_dropped(self) -> int:
@@ -247,6 +262,7 @@ class Probe:
         limits, wish = (self._limits(), self._take_wish()) if self.rank == 0 else (None, None)
         kept = self._wished_step is not None and any(one.step == self._wished_step for one in self._ring)
         try:
+            self._grad_factor = self._rank_factor / _loss_scale(self._scaler)
             micro_batches = self._capture.take()
             return (
                 LocalView(
@@ -289,6 +305,8 @@ class Probe:
         elif self._wished_step is not None and view.ready and all(rank["late"] > 0 for rank in view.ranks):
             kept = next(one for one in self._ring if one.step == self._wished_step)
             self._take_snapshot(kept.step, kept.view, kept.micro_batches, "after-update")
+        if hit and self._inline is not None and self._inline.wants(self.step):
+            self._explain(self._inline, view, micro_batches, hit)
         if hit and self._skip_above is not None and self._beyond_skip(view):
             decision = "skip"
             for parameter in self._module.parameters():
@@ -320,6 +338,40 @@ class Probe:
         self.step += 1
         self._observed = True
         return decision
+
+    def _explain(
+        self, inline: InlineLocalizer, view: CommonView, micro_batches: tuple[MicroBatch, ...], hit: tuple[str, ...]
+    ) -> None:
+        spike = SpikedStep(self.step, view.norm, view.layer_norms, view.limits, hit)
+        try:
+            finding = inline.explain(spike, micro_batches, self._grad_factor)
+        except Exception as error:
+            if _strict():
+                raise
+            self._complain("localize", error)  # and the step is published all the same
+            return
+        if finding is not None:
+            self.findings.append(finding)
+            if self.rank == 0:
+                _log.warning("gradloc: step %d: %s", self.step, finding.summary)
+        if inline.failure is not None:
+            if _strict():
+                raise inline.failure
+            self._complain("localize", inline.failure)
+
+    def _inline_localizer(self, model: torch.nn.Module, texts: Callable[[int], str] | None) -> InlineLocalizer:
+        device = next((parameter.device for parameter in self._module.parameters()), torch.device("cpu"))
+        inline = InlineLocalizer(
+            model,
+            self._module,
+            rank=self.rank,
+            world_size=self.world_size,
+            device=device,
+            texts=texts,
+        )
+        if inline.reason_off is not None:
+            raise ValueError(f'localize="inline" cannot work here: {inline.reason_off}')
+        return inline
 
     def _beyond_skip(self, view: CommonView) -> bool:
         if not math.isfinite(view.norm):
@@ -436,6 +488,8 @@ def watch(
     model_factory: str | None = None,
     first_step: int = 0,
     remedies: Sequence[Remedy] = (),
+    localize: Literal["inline"] | None = None,
+    scaler: object | None = None,
 ) -> Probe:
     """Watch a training process; call it on every rank, after torch.distributed is initialised.
 
@@ -447,6 +501,9 @@ def watch(
     update when the norm exceeds this many times its limit, or is not finite (off by default).
     model_factory: "module:function" that rebuilds a model without a Hugging Face config. remedies: any of
     gradloc.clipping's TokenClip, SeqClip, LayerClip, RewardGuard (none by default; docs/remedies.md).
+    localize: "inline" explains a spike in this process, on all ranks, for at most one step's time
+    (probe.finding; docs/algorithm.md, "Inline mode"). scaler: fp16's torch.amp.GradScaler, whose scale
+    is in dL/dlogp but no longer in the unscaled gradients.
 
     Raises ValueError for arguments that cannot be meant (before training starts); never afterwards.
     """
@@ -457,6 +514,10 @@ def watch(
         raise ValueError(f"reduction is {reduction!r}; expected 'mean' (DDP, FSDP) or 'sum'")
     if skip_above is not None and not skip_above >= 1:
         raise ValueError(f"skip_above is {skip_above}; expected a factor of the limit, 1 or more")
+    if localize not in (None, "inline"):
+        raise ValueError(f"localize is {localize!r}; expected None or 'inline'")
+    if scaler is not None and not callable(getattr(scaler, "get_scale", None)):
+        raise ValueError(f"scaler is a {type(scaler).__name__}; expected a torch.amp.GradScaler")
     return Probe(
         model,
         optimizer,
@@ -471,7 +532,14 @@ def watch(
         model_factory=model_factory,
         first_step=first_step,
         remedies=remedies,
+        localize=localize,
+        scaler=scaler,
+        texts=texts_of(tokenizer),
     )
+
+
+def _loss_scale(scaler: Any) -> float:
+    return 1.0 if scaler is None else float(scaler.get_scale())
 
 
 def _known_metrics(metrics: dict[str, float]) -> dict[str, float]:
