@@ -198,6 +198,66 @@ FAILURES = {
         "hang",
         "optimizer",
     ),
+    "NCCL error": (
+        [
+            *trl(15),
+            "torch.distributed.DistBackendError: NCCL error in: NCCLUtils.hpp:268, unhandled system error",
+            *CHILD,
+        ],
+        "nccl-error",
+        "optimizer",
+    ),
+    "illegal memory access": (
+        [*trl(15), "RuntimeError: CUDA error: an illegal memory access was encountered", *CHILD],
+        "device-error",
+        None,
+    ),
+    "an older probability assert": (
+        [
+            *trl(2),
+            "TensorCompare.cu:110: block: [0,0,0], thread: [0,0,0] Assertion `input[0] != 0` failed.",
+            *ASSERT_ENDS,
+        ],
+        "device-assert",
+        "policy",
+    ),
+    "vLLM sleeps and wakes without memory": (
+        [*openrlhf(20), "RuntimeError: CUDA error: out of memory at /workspace/csrc/cumem_allocator.cpp:62"],
+        "oom",
+        "data",
+    ),
+    "killed by the kernel, said by the shell": (
+        [*trl(15), "train.sh: line 3: 4711 Killed   python train.py"],
+        "host-oom",
+        "optimizer",
+    ),
+    "SLURM: time limit": (
+        [*trl(30), "slurmstepd: error: *** JOB 7 ON n1 CANCELLED AT 2026-03-01T00:00:00 DUE TO TIME LIMIT ***"],
+        "stopped",
+        None,
+    ),
+    "Ctrl-C": ([*trl(30), "Traceback (most recent call last):", "KeyboardInterrupt"], "stopped", None),
+    "ms-swift: no gradient, rewards differ": (
+        [
+            json.dumps(
+                {
+                    "loss": -0.0,
+                    "grad_norm": 0.0,
+                    "reward": 0.7 + 0.01 * (s % 3),
+                    "reward_std": 0.13,
+                    "global_step/max_steps": f"{s}/547",
+                }
+            )
+            for s in range(1, 31)
+        ],
+        "plateau",
+        "gradient",
+    ),
+    "DeepSpeed: loss scale at its minimum": (
+        [*trl(15), "Exception: Current loss scale already at minimum - cannot decrease scale anymore. Exiting run."],
+        "nan",
+        "policy",
+    ),
     "silence after step 20": (timed(20, 7_200), "hang", "optimizer"),
     "rewards on the host": (
         [*trl(1), "RuntimeError: Expected all tensors to be on the same device, but found at least two devices"],
@@ -223,6 +283,11 @@ FAILURES = {
     "a norm of 640": (trl(60, change=lambda s, r: r | ({"grad_norm": 640.0} if s == 44 else {})), "spike", "gradient"),
 }
 HEALTHY = {
+    "OpenRLHF, progress bars": [
+        f"Train epoch [3/3]: {s}%|##| {s}/40 [00:11<00:05, 1.9s/it, act_loss={0.02 * (s % 3):.4f}, "
+        f"reward={0.2 + 0.004 * s:.3f}, gen_len=318, kl=0, act_lr=2.44e-7]"
+        for s in range(40)
+    ],
     "verl": verl(60),
     "TRL": trl(60),
     "TRL, numbers as strings": trl(60, text=with_strings),

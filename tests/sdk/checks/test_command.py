@@ -102,6 +102,7 @@ def test_misuse(files, gradloc):
     assert one_line(gradloc("verify-step", files / "none"))
 
 
+@pytest.mark.full
 def test_the_self_test_passes(gradloc):
     result = gradloc("check", "--self-test", "--json")
     document = json.loads(result.stdout)

@@ -6,9 +6,9 @@ import pytest
 
 from gradloc.checks.finding import CheckFinding, Tally, finding, plain_number
 from gradloc.checks.kinds import KINDS, LAYERS
-from gradloc.checks.planted import all_plants
+from gradloc.checks.planted import Plant, all_plants
 from gradloc.checks.planted.setups import SETUPS
-from gradloc.checks.self_test import SelfTest
+from gradloc.checks.self_test import SelfTest, self_test
 
 PLANTS = all_plants()
 IDS = [f"{plant.code}-{plant.name}".replace(" ", "_") for plant in PLANTS]
@@ -35,6 +35,25 @@ def test_a_healthy_setup_is_silent(name):
 def test_every_kind_has_a_planted_fault():
     assert KINDS.keys() - {plant.code for plant in PLANTS} == set()
     assert len(PLANTS) >= 60
+
+
+def test_the_self_test_counts_what_was_missed_and_what_was_found_in_health():
+    def found(code):
+        return [finding(code, "x")]
+
+    blind = Plant("policy.kl-range", "nothing is seen", lambda _planted: [])
+    nervous = Plant("policy.kl-sign", "always seen", lambda _planted: found("policy.kl-sign"))
+    right = Plant("policy.clip-range", "seen when there", lambda planted: found("policy.clip-range") if planted else [])
+    seen = []
+    result = self_test(
+        lambda done, total: seen.append((done, total)),
+        plants=[blind, nervous, right],
+        setups={"calm": list, "odd": lambda: found("data.empty-prompt")},
+    )
+    assert (result.num_planted, result.num_caught, result.num_clean) == (3, 2, 2)
+    assert result.missed == ("policy.kl-range: nothing is seen",)
+    assert [one.split(" ")[0] for one in result.false_findings] == ["healthy", "set-up"]
+    assert not result.passed and seen[-1] == (5, 5)
 
 
 def test_every_layer_has_kinds_and_every_kind_says_what_to_do():

@@ -45,8 +45,8 @@ class Diagnosis:
 
     @property
     def failed_logs(self) -> tuple[str, ...]:
-        """Logs that tell of a failure; one that tells nothing is no failure here."""
-        return tuple(name for name, one in self.logs.items() if one.branch not in ("healthy", "unknown"))
+        """Logs that tell of a failure; one that tells nothing, or was stopped from outside, is no failure here."""
+        return tuple(name for name, one in self.logs.items() if one.branch not in ("healthy", "unknown", "stopped"))
 
     @property
     def is_well(self) -> bool:

@@ -34,17 +34,19 @@ _ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 _PREFIX = re.compile(r"^(?:\([\w.]+(?: pid=\d+)?(?:, ip=[\d.]+)?\)\s*|\[(?:default|rank)?\d+\]:?\s*|\w+-\d+: )+")
 _TIME = re.compile(r"(\d{4}-\d\d-\d\d)[T ](\d\d:\d\d:\d\d)")
 _NAMES: dict[str, tuple[str, ...]] = {
-    "step": ("step", "global_step", "train/global_step", "trainer/global_step", "iteration", "iter"),
+    "step": ("step", "global_step", "train/global_step", "trainer/global_step", "iteration", "iter",
+             "global_step/max_steps"),
     "loss": ("loss", "actor/pg_loss", "policy_loss", "pg_loss", "train/loss", "actor/loss", "training loss",
-             "train_loss", "policy loss", "actor loss", "total loss", "loss/policy_avg", "actor_loss"),
+             "train_loss", "policy loss", "actor loss", "total loss", "loss/policy_avg", "actor_loss", "act_loss",
+             "pg"),
     "grad_norm": ("grad_norm", "actor/grad_norm", "train/grad_norm", "gradient_norm", "actor_grad_norm", "grad norm",
                   "gradient norm", "gradnorm"),
     "reward": ("reward", "critic/score/mean", "critic/rewards/mean", "train/reward", "rewards/mean", "reward/mean",
-               "return", "env/reward/total", "reward_mean", "avg reward", "mean reward", "objective/scores"),
+               "return", "env/reward/total", "reward_mean", "avg reward", "mean reward", "objective/scores", "rm"),
     "reward_std": ("reward_std", "train/reward_std", "critic/score/std"),
     "kl": ("kl", "actor/kl_loss", "actor/ppo_kl", "ppo_kl", "kl_loss", "train/kl", "objective/kl", "approx_kl"),
     "entropy": ("entropy", "actor/entropy_loss", "actor/entropy", "entropy_loss", "train/entropy", "objective/entropy"),
-    "lr": ("learning_rate", "actor/lr", "lr", "train/learning_rate", "actor_lr"),
+    "lr": ("learning_rate", "actor/lr", "lr", "train/learning_rate", "actor_lr", "act_lr"),
     "length_cut": ("response_length/clip_ratio", "completions/clipped_ratio", "clip_ratio/response"),
     "value_loss": ("critic/vf_loss", "value_loss", "critic_loss", "loss/value_avg"),
     "memory": ("perf/max_memory_allocated_gb", "memory(gib)", "memory_gb", "gpu_memory_gb"),
@@ -91,12 +93,14 @@ class LogSeries:
 def read_log(path: Path) -> LogSeries:
     """Read a log of any known format. Raises OSError, or ValueError for a trainer_state.json that is too large."""
     with path.open("rb") as raw:
-        start = raw.read(1)
-    if start == b"{" and path.suffix == ".json":
+        start = raw.read(2)
+    if start[:1] in (b"{", b"[") and path.suffix == ".json":
         whole = _trainer_state(path)
         if whole is not None:
             return whole
-    with path.open(encoding="utf-8", errors="replace", newline=None) as lines:
+    # Shells of Windows write UTF-16, with its mark.
+    encoding = "utf-16" if start in (b"\xff\xfe", b"\xfe\xff") else "utf-8"
+    with path.open(encoding=encoding, errors="replace", newline=None) as lines:
         if path.suffix == ".csv":
             return _csv(lines)
         return read_lines(_parts(lines))
@@ -207,14 +211,14 @@ def _csv(lines: Iterable[str]) -> LogSeries:
 
 
 def _trainer_state(path: Path) -> LogSeries | None:
-    """Hugging Face's trainer_state.json, or None where it is another kind of JSON."""
+    """Hugging Face's trainer_state.json or a list of such rows; None where it is another kind of JSON."""
     if path.stat().st_size > STATE_BYTES_MAX:
         raise ValueError(f"{path.name} is larger than {STATE_BYTES_MAX >> 20} MiB; give the console's log instead")
     try:
         document = json.loads(path.read_bytes())
     except (ValueError, RecursionError):
         return None
-    history = document.get("log_history") if isinstance(document, dict) else None
+    history = document.get("log_history") if isinstance(document, dict) else document
     if not isinstance(history, list):
         return None
     series = LogSeries()

@@ -12,12 +12,15 @@ SignalName = Literal[
     "assert-index",
     "assert-probability",
     "assert",
+    "device-error",
     "oom",
     "oom-generation",
     "oom-host",
     "collective-timeout",
     "collective-stuck",
+    "collective-error",
     "rank-died",
+    "stopped",
     "device-mismatch",
     "shape-mismatch",
     "dtype-mismatch",
@@ -42,7 +45,8 @@ class Signal:
 _I = re.IGNORECASE
 # Order matters: the first that matches a line is what the line says.
 _PATTERNS: tuple[tuple[SignalName, re.Pattern[str]], ...] = (
-    ("assert-probability", re.compile(r"probability tensor contains either", _I)),
+    # Kernels of torch.multinomial alone assert in TensorCompare.cu; older ones print `input[0] != 0`.
+    ("assert-probability", re.compile(r"probability tensor contains either|TensorCompare\.cu.*Assertion", _I)),
     (
         "assert-index",
         re.compile(
@@ -61,7 +65,8 @@ _PATTERNS: tuple[tuple[SignalName, re.Pattern[str]], ...] = (
             r"OutOfMemoryError: Task was killed due to the node running low on memory|OOM killer|oom-kill"
             r"|Out of memory: Killed process|killed due to the node running low on memory"
             r"|Some of the step tasks have been OOM Killed|DefaultCPUAllocator: can't allocate memory"
-            r"|exitcode\s*:\s*-9\b|exit code:? -9\b|Signal 9 \(SIGKILL\)|^MemoryError\b|OOMKilled",
+            r"|exitcode\s*:\s*-9\b|exit code:? -9\b|Signal 9 \(SIGKILL\)|^MemoryError\b|OOMKilled"
+            r"|^Killed$|: line \d+:\s+\d+ Killed\b",
             _I,
         ),
     ),
@@ -69,14 +74,17 @@ _PATTERNS: tuple[tuple[SignalName, re.Pattern[str]], ...] = (
         "oom-generation",
         re.compile(
             r"No available memory for the cache blocks|larger than the maximum number of tokens that can be stored"
-            r"|not enough KV cache|Free memory on device .* less than desired GPU memory utilization",
+            r"|not enough KV cache|larger than the available KV cache memory"
+            r"|Free memory on device .* less than desired GPU memory utilization",
             _I,
         ),
     ),
     (
         "oom",
         re.compile(
-            r"CUDA out of memory|OutOfMemoryError|CUBLAS_STATUS_ALLOC_FAILED|HIP out of memory|NPU out of memory", _I
+            r"CUDA out of memory|CUDA error: out of memory|OutOfMemoryError"
+            r"|CUBLAS_STATUS_ALLOC_FAILED|HIP out of memory|NPU out of memory",
+            _I,
         ),
     ),
     (
@@ -84,7 +92,6 @@ _PATTERNS: tuple[tuple[SignalName, re.Pattern[str]], ...] = (
         re.compile(
             r"Watchdog caught collective operation timeout|Timeout at NCCL work|NCCL timeout"
             r"|Timed out waiting \d+ms for (send|recv) operation|DistBackendError.*timed out"
-            r""
             r"|The client socket has timed out"
             r"|wait timeout after \d+ms|monitoredBarrier.*timed out|Socket Timeout|DistStoreError: Timed out",
             _I,
@@ -105,13 +112,32 @@ _PATTERNS: tuple[tuple[SignalName, re.Pattern[str]], ...] = (
             _I,
         ),
     ),
+    (
+        "collective-error",
+        re.compile(r"DistBackendError: NCCL error|nccl(System|Internal|UnhandledCuda|InvalidUsage)Error", _I),
+    ),
+    (
+        "device-error",
+        re.compile(
+            r"CUDA error: (an illegal|unspecified launch|misaligned|invalid device|uncorrectable|invalid program)"
+            r"|illegal memory access was encountered|CUDA driver error|NVRM: Xid",
+            _I,
+        ),
+    ),
+    (
+        "stopped",
+        re.compile(
+            r"DUE TO (TIME LIMIT|PREEMPTION|NODE FAILURE)|\*\*\* (JOB|STEP) \S+ .*CANCELLED|^KeyboardInterrupt\b"
+        ),
+    ),
     ("device-mismatch", re.compile(r"Expected all tensors to be on the same device|found at least two devices", _I)),
     (
         "shape-mismatch",
         re.compile(
             r"size of tensor a \(\d+\) must match|mat1 and mat2 shapes cannot be multiplied|Sizes of tensors must match"
             r"|stack expects each tensor to be equal size|shape .* is invalid for input of size|shape mismatch"
-            r"|Expected input batch_size|expected sequence of length \d+ at dim|size mismatch for ",
+            r"|Expected input batch_size|expected sequence of length \d+ at dim|size mismatch for "
+            r"|Unable to create tensor, you",
             _I,
         ),
     ),
@@ -127,7 +153,8 @@ _PATTERNS: tuple[tuple[SignalName, re.Pattern[str]], ...] = (
     (
         "nan-error",
         re.compile(
-            r"(loss|grad\w*|reward|advantage|logits?|log_?probs?)\b[^.,;]{0,40}\b(is|are|contains?|became)\b.{0,12}\b(nan|inf)",
+            r"loss scale already at minimum"
+            r"|(loss|grad\w*|reward|advantage|logits?|log_?probs?)\b[^.,;]{0,40}\b(is|are|contains?|became)\b.{0,12}\b(nan|inf)",
             _I,
         ),
     ),

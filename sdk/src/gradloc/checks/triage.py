@@ -22,7 +22,9 @@ Branch = Literal[
     "nan",
     "oom",
     "host-oom",
+    "device-error",
     "nccl-timeout",
+    "nccl-error",
     "hang",
     "rank-died",
     "device-mismatch",
@@ -34,6 +36,7 @@ Branch = Literal[
     "saw-tooth",
     "plateau",
     "spike",
+    "stopped",
     "healthy",
     "unknown",
 ]
@@ -206,6 +209,24 @@ def _plain_signals(log: LogSeries) -> Triage | None:
     return None
 
 
+def _collective_error(log: LogSeries) -> Triage | None:
+    signal = log.signals.get("collective-error")
+    if signal is None:
+        return None
+    todo = "NCCL_DEBUG=INFO names the call: network interface (NCCL_SOCKET_IFNAME), /dev/shm, versions on all nodes"
+    return Triage("nccl-error", "optimizer", "a collective failed, not timed out", todo, (), line=signal.line)
+
+
+def _device_error(log: LogSeries) -> Triage | None:
+    signal = log.signals.get("device-error")
+    if signal is None:
+        return None
+    todo = "run again with CUDA_LAUNCH_BLOCKING=1: the traceback names a later call. The same kernel each time is its "
+    todo += "bug or an index; other places each time, or an Xid in the kernel's log, is the card"
+    why = "a kernel failed on the device; the log does not say why"
+    return Triage("device-error", None, why, todo, (_DATA,), line=signal.line)
+
+
 def _rank_died(log: LogSeries) -> Triage | None:
     signal = log.signals.get("rank-died")
     if signal is None:
@@ -243,6 +264,32 @@ def _shape(
     step = points[min(shape.since, len(points) - 1)][0]
     checks = {"reward": (_REWARD, _DATA), "policy": (_POLICY, _GRADIENT), "gradient": (_GRADIENT, _LOCALIZE)}
     return Triage(branch, layer, f"{meaning}: {numbers}", todo, checks.get(layer, ()), step=step, numbers=shape.numbers)
+
+
+def _no_gradient(log: LogSeries) -> Triage | None:
+    """The gradient is zero while rewards differ: they do not reach it."""
+    points = log.values.get("grad_norm", [])
+    since = len(points)
+    while since and points[since - 1][1] == 0.0:
+        since -= 1
+    num = len(points) - since
+    spread, means = log.numbers("reward_std")[-num:], log.numbers("reward")[-num:]
+    # Rewards that stand still as well are a plateau of theirs.
+    if num < STEPS_MIN or len(set(means)) < 2 or (spread and not any(value > 0 for value in spread)):
+        return None
+    why = f"gradient norm 0 at {num} steps while rewards differ"
+    todo = (
+        "what lies between reward and gradient: advantages, loss mask, detach(), a learning rate of 0, frozen weights"
+    )
+    return Triage("plateau", "gradient", why, todo, (_POLICY, _GRADIENT), step=points[since][0])
+
+
+def _stopped(log: LogSeries) -> Triage | None:
+    signal = log.signals.get("stopped")
+    if signal is None:
+        return None
+    why = "stopped from outside: a time limit, a preemption or a person; nothing else is wrong in it"
+    return Triage("stopped", None, why, "start it again from its last checkpoint", (), line=signal.line)
 
 
 def _collapse(log: LogSeries) -> Triage | None:
@@ -305,11 +352,15 @@ _TREE: tuple[Callable[[LogSeries], Triage | None], ...] = (
     _host_oom,
     _nan,
     _plain_signals,
+    _device_error,
     _collective,
+    _collective_error,
     _rank_died,
     _silence,
     _collapse,
     _saw_tooth,
+    _no_gradient,
     _plateau,
     _spike,
+    _stopped,
 )
