@@ -2,6 +2,8 @@
 
 import logging
 import math
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -298,3 +300,30 @@ def test_arguments_that_cannot_be_meant_are_refused_before_training(
 ) -> None:
     with pytest.raises(ValueError, match=said):
         gradloc.watch(tiny_model, **arguments)  # type: ignore[arg-type]
+
+
+FORGETFUL = """
+import sys, torch, gradloc
+from gradloc_proto.memory_bus import MemoryBus
+
+model = torch.nn.ModuleDict({"embed_tokens": torch.nn.Embedding(11, 64), "head": torch.nn.Linear(64, 11)})
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+probe = gradloc.watch(model, optimizer, run="forgetful", bus=MemoryBus(), store=sys.argv[1])
+ids = torch.randint(0, 11, (4, 6), generator=torch.Generator().manual_seed(0))
+for step in range(14):
+    logits = model["head"](model["embed_tokens"](ids))[:, :-1]
+    logp = torch.log_softmax(logits, -1).gather(-1, ids[:, 1:, None])[..., 0]
+    probe.tokens(logp, ids, torch.ones_like(logp))
+    (logp * (1e4 if step == 13 else 1.0)).mean().backward()
+    decision = probe.observe()
+    optimizer.zero_grad()
+assert decision == "snapshot", decision
+"""
+
+
+def test_a_loop_that_forgets_to_close_ends_cleanly_with_its_last_snapshot(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", FORGETFUL, str(tmp_path)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert ended.returncode == 0, ended.stderr
+    (manifest,) = tmp_path.rglob("manifest.json")
+    assert open_snapshot(str(manifest.parent)).manifest.step == 13

@@ -1,6 +1,7 @@
 """A training process of test_ranks.py: two of these train together over gloo, as DDP or as FSDP2."""
 
 import argparse
+import gc
 import json
 import os
 from pathlib import Path
@@ -23,6 +24,12 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
+    train(arguments)
+    gc.collect()  # a group that DDP still holds outlives its destruction, and its threads the interpreter: SIGABRT
+    dist.destroy_process_group()
+
+
+def train(arguments: argparse.Namespace) -> None:
     rank = dist.get_rank()
     torch.manual_seed(0)
     model: nn.Module = nn.ModuleDict({"embed_tokens": nn.Embedding(11, 8), "lm_head": nn.Linear(8, 11, bias=False)})
@@ -58,7 +65,6 @@ def main() -> None:
     probe.close()
     entries = [entry.data.decode() for entry in bus.read_last("gradloc:{ranks}:steps", count=100)]
     (arguments.out / f"rank-{rank}.json").write_text(json.dumps({"rows": rows, "entries": entries}))
-    dist.destroy_process_group()
 
 
 class _Language(nn.Module):

@@ -10,12 +10,14 @@ The laws (docs/design.md, "The trainer's side"): nothing here raises into the lo
 grows in it; one collective a step, joined by every rank whatever went wrong before.
 """
 
+import atexit
 import functools
 import logging
 import math
 import os
 import statistics
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -160,6 +162,8 @@ class Probe:
         if optimizer is not None:
             optimizer.register_step_pre_hook(self._before_update)
             optimizer.register_step_post_hook(self._after_update)
+        self._close_at_exit = functools.partial(_close_forgotten, weakref.ref(self))
+        atexit.register(self._close_at_exit)
         self._publish(
             RunStarted(
                 run_id=run,
@@ -246,6 +250,7 @@ class Probe:
         if self._closed:
             return
         self._closed = True
+        atexit.unregister(self._close_at_exit)
         if self._writer is not None:
             self._writer.close()
         last = max(self.step - 1, 0)
@@ -561,3 +566,10 @@ def _collective_device() -> torch.device:
 
 
 __all__ = ["Probe", "watch"]
+
+
+def _close_forgotten(reference: "weakref.ref[Probe]") -> None:
+    """A loop that never called `close`: a thread still at work inside torch would abort the exiting interpreter."""
+    probe = reference()
+    if probe is not None:
+        probe.close("process exit")

@@ -1,6 +1,7 @@
 """A training process of test_remedied_ranks.py: alone, or one of two over gloo, as DDP or as FSDP2."""
 
 import argparse
+import gc
 import json
 import os
 from pathlib import Path
@@ -44,6 +45,13 @@ def main() -> None:
     if arguments.mode != "alone":
         dist.init_process_group("gloo")
         rank, world_size = dist.get_rank(), dist.get_world_size()
+    train(arguments, rank, world_size)
+    if dist.is_initialized():
+        gc.collect()  # a group that DDP still holds outlives its destruction, and its threads the interpreter
+        dist.destroy_process_group()
+
+
+def train(arguments: argparse.Namespace, rank: int, world_size: int) -> None:
     torch.manual_seed(0)
     model = Language()
     trained: nn.Module = model
@@ -84,8 +92,6 @@ def main() -> None:
     entries = [entry.data.decode() for entry in bus.read_last("gradloc:{ranks}:steps", count=100)]
     state = clip.state_dict()
     (arguments.out / f"rank-{rank}.json").write_text(json.dumps({"steps": steps, "entries": entries, "state": state}))
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 def gradients(model: nn.Module) -> dict[str, list[float] | None]:

@@ -7,6 +7,7 @@ A plain PyTorch loop that gradloc watches, as a user's would be. What may go wro
 Shapes: B rows, T positions, R response positions.
 """
 
+import gc
 import json
 import logging
 import os
@@ -227,6 +228,8 @@ def main(**options: Any) -> None:
         train(settings, from_environment(settings.seed, settings.world_size))
     finally:
         if dist.is_initialized():
+            # DDP sits in cycles and holds the group: its threads would outlive the interpreter, which then aborts.
+            gc.collect()
             dist.destroy_process_group()
     _log.info("rank %d has finished", settings.rank)
 
