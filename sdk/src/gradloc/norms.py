@@ -40,7 +40,7 @@ class LayerNorms:
         squares_L = torch.zeros(len(self.names), dtype=torch.float64)
         if not present:
             return squares_L
-        grads = [_local(grad) for _, grad in present]
+        grads = [local_of(grad) for _, grad in present]
         norms = torch._foreach_norm(grads, 2)
         norms_P = torch.stack([norm.to(torch.float64) for norm in norms]).cpu()
         for at in torch.nonzero(torch.isinf(norms_P)).flatten().tolist():
@@ -64,7 +64,8 @@ def _weight(name: str, parameter: torch.Tensor, world_size: int) -> float:
     return 1.0 / replicas
 
 
-def _local(grad: torch.Tensor) -> torch.Tensor:
+def local_of(grad: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a tensor; asking a DTensor itself for a number would be a collective."""
     if isinstance(grad, DTensor):
         grad = grad.to_local()
     if grad.is_sparse:

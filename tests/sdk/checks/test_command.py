@@ -1,5 +1,6 @@
 """The commands: exit codes, JSON, one clear line for what cannot be used."""
 
+import gzip
 import json
 import math
 
@@ -42,6 +43,31 @@ def test_what_people_read_names_place_number_and_remedy(files, gradloc):
 def test_rewards_of_rows(files, gradloc):
     result = gradloc("check", "reward", files / "good.jsonl", "--json")
     assert result.returncode == 0, result.stdout + result.stderr
+
+
+def test_rewards_of_rows_in_other_clothes(files, gradloc, tmp_path):
+    rows = [{"prompt": f"q{i // 4}", "reward": float(i % 4 == 0)} for i in range(32)]
+    rows[5]["reward"], rows[9]["reward"] = math.nan, 1e9
+    text = "\n".join(map(json.dumps, rows))
+    (tmp_path / "rows.json").write_text(text)
+    with gzip.open(tmp_path / "rows.jsonl.gz", "wt") as out:
+        out.write(text + "\nnot json\n")
+    for name in ("rows.json", "rows.jsonl.gz"):
+        result = gradloc("check", "reward", tmp_path / name, "--json")
+        assert result.returncode == 1, result.stdout + result.stderr
+        document = json.loads(result.stdout)
+        # One absurd reward makes no rounding noise of the others.
+        codes = [one["code"] for one in document["findings"]]
+        assert codes == ["reward.not-a-number", "reward.advantage-outlier"]
+        assert document["findings"][0]["where"] == {"index": 5, "group": "of row 4"}
+        assert ("1 rows" in [one["what"] for one in document["skipped"]]) is name.endswith(".gz")
+    assert gradloc("check", "data", tmp_path / "rows.json", "--json").returncode == 1
+
+
+@pytest.mark.parametrize("text", ["", "\n\n", '{"foo": 1}\n' * 9])
+def test_data_without_a_row_or_a_known_field_is_misuse(text, tmp_path, gradloc):
+    (tmp_path / "rows.jsonl").write_text(text)
+    assert "expected" in (said := one_line(gradloc("check", "data", tmp_path / "rows.jsonl"))) or "foo" in said
 
 
 def test_two_tokenizers(files, gradloc):

@@ -11,7 +11,7 @@ from pyarrow import ipc, parquet
 from gradloc.checks.data_rows import DataSettings, check_rows
 from gradloc.checks.planted.data import healthy_rows, vocabulary
 from gradloc.checks.repetition import Seen
-from gradloc.checks.rows import Row, SourceRejected, open_rows
+from gradloc.checks.rows import Row, SourceRejected, open_rows, rows_of
 
 SECRET = "the prompt that nobody may see"
 
@@ -79,9 +79,18 @@ def test_text_appears_only_when_asked_for():
     assert any(one.excerpt is not None and len(one.excerpt) < 80 for one in shown.findings)
 
 
-@pytest.mark.parametrize("rows", [[], [Row(0, {})], [Row(0, {}, "torn")]])
+@pytest.mark.parametrize("rows", [[], [Row(0, {}, "torn")]])
 def test_nothing_to_look_at_is_said(rows):
     assert check_rows(rows).skipped
+
+
+def test_rows_without_a_known_field_are_misuse_and_a_named_field_that_no_row_has_is_found():
+    rows = list(rows_of({"question_text": f"{i}?"} for i in range(9)))
+    with pytest.raises(ValueError, match="question_text"):
+        check_rows(rows)
+    assert check_rows(rows, DataSettings(fields={"prompt": "question_text"})).findings == ()
+    (found,) = check_rows(rows, DataSettings(fields={"prompt": "qestion_text"})).findings
+    assert (found.code, found.num_places) == ("data.field-missing", 9)
 
 
 def test_groups_of_one_prompt_are_no_repetition_but_a_second_group_is():

@@ -5,6 +5,10 @@ import math
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.debug import CommDebugMode
 
 from gradloc.checks.anomaly import find_bad_operation
 from gradloc.checks.batch import BatchRejected, BatchSettings, CheckedCollate, check_batch
@@ -12,7 +16,7 @@ from gradloc.checks.bundle import BUNDLES_MAX, read_bundle, write_bundle
 from gradloc.checks.doctor import examine
 from gradloc.checks.documents import DocumentRejected, check_document
 from gradloc.checks.gradients import distribution
-from gradloc.checks.healthy_step import StepNumbers, compare
+from gradloc.checks.healthy_step import StepNumbers, compare, not_compared
 from gradloc.checks.losses import kl_coefficient
 from gradloc.checks.planted.data import BATCH_SETTINGS, healthy_batch
 from gradloc.checks.planted.gradient import healthy_model, loss_of
@@ -73,6 +77,34 @@ def test_the_watcher_never_hurts_training(training, monkeypatch):
     monkeypatch.setenv("GRADLOC_STRICT", "1")
     with pytest.raises(ValueError, match="groups"):
         watcher.before_update(0, rewards_of_batch=[1.0], groups=["a", "b"])
+
+
+@pytest.fixture
+def one_rank():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_sharded_parameters_are_watched_without_a_collective(one_rank, tmp_path):
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 2))
+    fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    watcher = Watcher(model, optimizer, folder=tmp_path, every=1)
+    found = []
+    for step in range(2):
+        model(torch.ones(4, 8)).square().mean().backward()
+        if step:
+            next(model.parameters()).grad.to_local()[0, 0] = math.nan
+        with CommDebugMode() as collectives:
+            found += watcher.before_update(step)
+        assert collectives.get_total_counts() == 0
+        optimizer.step()
+        optimizer.zero_grad()
+        with CommDebugMode() as collectives:
+            found += watcher.after_step()
+        assert collectives.get_total_counts() == 0
+    assert [one.code for one in found] == ["gradient.non-finite", "optimizer.state-non-finite"]
 
 
 @pytest.mark.parametrize("name", ["bundle.json", "tensors.safetensors"])
@@ -137,14 +169,34 @@ HEALTHY = StepNumbers(loss=0.02, loss_scale=0.5, reward_mean=0.4, reward_std=0.3
     [
         (StepNumbers(loss=-0.3, reward_mean=0.5, reward_std=0.2, grad_norm=0.6), []),
         (StepNumbers(loss=0.02, reward_mean=0.4, reward_std=0.3, grad_norm=640.0), ["grad_norm"]),
+        (StepNumbers(loss=0.02, grad_norm=0.5), ["reward_mean", "reward_std"]),
         (StepNumbers(loss=math.nan, reward_mean=0.4, reward_std=0.3, grad_norm=0.5), ["loss"]),
         (StepNumbers(loss=0.02, reward_mean=9.0, reward_std=0.0, grad_norm=0.5), ["reward_mean", "reward_std"]),
-        (StepNumbers(loss=0.02, grad_norm=0.5, repeat_error=0.1), ["difference of two replays"]),
-        (StepNumbers(loss=math.inf, grad_norm=0.0), ["loss", "grad_norm"]),
+        (
+            StepNumbers(loss=0.02, reward_mean=0.4, reward_std=0.3, grad_norm=0.5, repeat_error=0.1),
+            ["difference of two replays"],
+        ),
+        (StepNumbers(loss=math.inf, reward_mean=0.4, reward_std=0.3, grad_norm=0.0), ["loss", "grad_norm"]),
     ],
 )
 def test_a_step_passes_only_if_all_numbers_are_back(now, outside):
     assert [one.name for one in compare(now, HEALTHY) if not one.is_back] == outside
+
+
+def test_what_the_healthy_step_does_not_know_is_said_and_a_layer_that_is_gone_does_not_pass():
+    healthy = StepNumbers(grad_norm=0.5, layer_norms={"a": 0.3, "b": 0.4})
+    now = StepNumbers(loss=0.0, grad_norm=0.5, layer_norms={"a": 0.3})
+    assert [one.name for one in compare(now, healthy) if not one.is_back] == ["layer b"]
+    assert {one.what: one.why for one in not_compared(now, healthy)} == {
+        "loss": "the healthy step does not know it",
+        "reward_mean": "neither step knows it",
+        "reward_std": "neither step knows it",
+    }
+
+
+def test_an_on_policy_loss_of_zero_leaves_room_for_the_next():
+    (loss,) = compare(StepNumbers(loss=0.004), StepNumbers(loss=0.0))
+    assert loss.is_back
 
 
 def test_a_step_needs_something_healthy_to_be_compared_with():

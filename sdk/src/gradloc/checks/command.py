@@ -19,6 +19,7 @@ from gradloc.checks.finding import CheckFinding, Report, joined
 
 EXIT_FINDINGS = 1
 EXIT_MISUSE = 2
+_FIRST_LINE_BYTES_MAX = 1 << 20
 _HELP = {"help_option_names": ["-h", "--help"]}
 _json_option = click.option("--json", "as_json", is_flag=True, help="Print one line of JSON.")
 
@@ -105,10 +106,17 @@ def data(
             vocabulary = None if tokenizer is None else read_vocabulary(tokenizer)
             with _progress(quiet=as_json) as show:
                 report = check_rows(rows, settings, vocabulary, lambda num: show(f"{num:,} rows", rows.fraction))
+            if not report.counts["rows"]:
+                raise ValueError(f"{file} holds no row; expected at least one")
     _finish_report(report, "data", as_json=as_json)
 
 
 def _is_source(path: Path) -> bool:
+    """Whether a path is a document, bundle or snapshot; a .json whose first line is whole is a file of rows."""
+    if path.suffix == ".json" and path.is_file():
+        with path.open("rb") as lines:
+            first, second = lines.readline(_FIRST_LINE_BYTES_MAX), lines.readline(_FIRST_LINE_BYTES_MAX)
+        return not (first.lstrip().startswith(b"{") and first.rstrip().endswith(b"}") and second.strip())
     return path.suffix == ".json" or (path / "bundle.json").is_file() or (path / "manifest.json").is_file()
 
 
@@ -177,7 +185,7 @@ def reward(
 
 def _rewards(source: str, bounds: tuple[float, float] | None) -> Report:
     path = Path(source)
-    if path.suffix not in (".jsonl", ".parquet"):
+    if "://" in source or _is_source(path):
         return _source("reward", source)
     from gradloc.checks.reward_rows import check_reward_rows
 
@@ -244,7 +252,7 @@ def verify_step(snapshot: str, against: str | None, as_json: bool) -> None:
     SNAPSHOT is a snapshot's folder or URL, or a JSON document with loss, rewards, grad_norm, layer_norms.
     Passes only if all numbers are back in range."""
     with _one_clear_line("verify-step"):
-        from gradloc.checks.healthy_step import compare, numbers_at
+        from gradloc.checks.healthy_step import compare, not_compared, numbers_at
         from gradloc.checks.printing import comparison_lines
 
         now, own = numbers_at(snapshot)
@@ -252,9 +260,14 @@ def verify_step(snapshot: str, against: str | None, as_json: bool) -> None:
         if healthy is None:
             raise ValueError(f"{snapshot} says nothing of a healthy step; give one with --against")
         made = compare(now, healthy)
+        skipped = not_compared(now, healthy)
     well = all(one.is_back for one in made)
-    document = {"passed": well, "comparisons": [one.to_json() for one in made]}
-    _finish(document, lambda: comparison_lines(made), as_json=as_json, well=well)
+    document = {
+        "passed": well,
+        "comparisons": [one.to_json() for one in made],
+        "skipped": [{"what": one.what, "why": one.why} for one in skipped],
+    }
+    _finish(document, lambda: comparison_lines(made, skipped), as_json=as_json, well=well)
 
 
 @click.command(context_settings=_HELP)

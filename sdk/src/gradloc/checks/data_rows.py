@@ -45,13 +45,20 @@ def check_rows(
     vocabulary: Vocabulary | None = None,
     on_progress: Callable[[int], None] = lambda _num_rows: None,
 ) -> Report:
-    """Check all rows of a source; `on_progress` hears the number of rows read."""
+    """Check all rows of a source; `on_progress` hears the number of rows read.
+
+    Raises ValueError for rows in which no field has a known meaning.
+    """
     settings = settings or DataSettings()
     stream = iter(rows)
     peeked = list(islice(stream, PEEKED_ROWS))
     readable = [row.values for row in peeked if row.problem is None]
     fields = fields_of(readable, settings.fields)
-    required = settings.required | required_of(readable, fields)
+    if readable and not fields and not settings.required:
+        names = ", ".join(sorted({str(name) for values in readable for name in values})[:8])
+        raise ValueError(f"no field of a known name in the first rows ({names}); name them (--field prompt=NAME)")
+    # A field that was named and that no row has must not pass in silence.
+    required = settings.required | set(settings.fields.values()) | required_of(readable, fields)
     checker = _Checker(settings, vocabulary, fields, required)
     num_rows = 0
     for batch in _batches(chain(peeked, stream)):
@@ -267,8 +274,9 @@ class _Checker:
             yield Skipped("overlong rows", "no limit was given (--max-tokens)")
         if self._not_encodable:
             yield Skipped("tokens of some rows", f"the tokenizer refused them: {self._not_encodable}")
-        if "prompt" not in self._fields and num_rows:
-            yield Skipped("prompts", "no field of a known name holds them (--field prompt=NAME)")
+        for meaning in ("prompt", "response", "reward"):
+            if meaning not in self._fields and num_rows:
+                yield Skipped(f"{meaning}s", f"no field of a known name holds them (--field {meaning}=NAME)")
         if self._settings.reward_range is None and self._rewards.num:
             yield Skipped("range of rewards", "no range was declared (--reward-range LOW HIGH)")
         if self._seen is not None and self._seen.is_full:

@@ -39,7 +39,10 @@ def read_document(path: Path) -> Document:
             raise
         raise DocumentRejected(f"{path.name} is not JSON: {str(error)[:80]}; expected an object") from None
     if not isinstance(document, dict):
-        raise DocumentRejected(f"{path.name} is a JSON {type(document).__name__}; expected an object of named numbers")
+        raise DocumentRejected(
+            f"{path.name} is a JSON {type(document).__name__}; expected an object of named numbers "
+            "(rows of data: one a line)"
+        )
     return document
 
 
@@ -180,6 +183,8 @@ def _tokens(document: Document) -> Report | None:
     )
     no_reference = named["rollout_logp"] is None and named["old_logp"] is None
     skipped = [Skipped("importance ratios", "neither rollout_logp nor old_logp")] if no_reference else []
+    if not bool(batch.trained_BR.any()):
+        skipped.append(Skipped("all checks of tokens", "the mask leaves none, or there is none"))
     return _report(findings, *skipped)
 
 

@@ -8,7 +8,7 @@ same seed, so that a step that does not repeat itself fails as well.
 import math
 import statistics
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -17,16 +17,18 @@ import torch
 from torch import nn
 
 from gradloc.checks.documents import read_document
-from gradloc.checks.finding import plain_number
+from gradloc.checks.finding import Skipped, plain_number
 from gradloc.checks.row_text import number_of, numbers_of
 from gradloc.policy import Meter, Policy, place
 from gradloc.replay import coefficients_of, replay
 from gradloc.snapshot import Snapshot, open_snapshot
 
 FACTOR = 4.0  # as the detector's limit over healthy
+LOSS_FLOOR = 0.01  # on-policy GRPO has a loss of exactly 0, whose range would be empty
 REPEATABLE = 1e-5  # relative difference of two replays of one step
 LAYER_FLOOR = 1e-3  # of the whole norm: smaller layers are noise
 MODELS_GROUP = "gradloc.models"
+_SINGLE = ("loss", "reward_mean", "reward_std", "grad_norm")
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
@@ -67,11 +69,30 @@ class Comparison:
         }
 
 
+def not_compared(now: StepNumbers, healthy: StepNumbers) -> tuple[Skipped, ...]:
+    """Numbers that the healthy step lacks. One that only the healthy step has is compared: as NaN, out of range."""
+    missing = [name for name in _SINGLE if getattr(healthy, name) is None]
+    missing += [] if healthy.layer_norms else ["layer norms"]
+    why = "the healthy step does not know it"
+    return tuple(Skipped(name, why if _known(now, name) else "neither step knows it") for name in missing)
+
+
+def _known(now: StepNumbers, name: str) -> bool:
+    return bool(now.layer_norms) if name == "layer norms" else getattr(now, name) is not None
+
+
 def compare(now: StepNumbers, healthy: StepNumbers) -> tuple[Comparison, ...]:
-    """All numbers that both know. Raises ValueError where there is none, or the healthy ones are not finite."""
+    """All numbers of the healthy step; one that the step lacks now is NaN, and so not back in range.
+
+    Raises ValueError where they share none, or the healthy ones are not finite.
+    """
+    if not any(_known(now, name) and _known(healthy, name) for name in (*_SINGLE, "layer norms")):
+        raise ValueError("the step and the healthy one share no number; expected loss, rewards or grad_norm in both")
+    lost = {name: math.nan for name in _SINGLE if getattr(now, name) is None}
+    now = replace(now, **lost)  # type: ignore[arg-type]
     made: list[Comparison] = []
     if now.loss is not None and healthy.loss is not None:
-        size = max(abs(healthy.loss), healthy.loss_scale or 0.0)
+        size = max(abs(healthy.loss), healthy.loss_scale or 0.0, LOSS_FLOOR)
         made.append(Comparison("loss", now.loss, -FACTOR * size, FACTOR * size))
     if now.reward_mean is not None and healthy.reward_mean is not None:
         reach = FACTOR * max(healthy.reward_std or 0.0, 1e-6)
@@ -83,17 +104,15 @@ def compare(now: StepNumbers, healthy: StepNumbers) -> tuple[Comparison, ...]:
     if now.grad_norm is not None and healthy.grad_norm is not None:
         made.append(_factor("grad_norm", now.grad_norm, healthy.grad_norm))
     floor = LAYER_FLOOR * (healthy.grad_norm or 0.0)
-    for name, norm in now.layer_norms.items():
-        if name in healthy.layer_norms and healthy.layer_norms[name] > floor:
+    for name, usual in healthy.layer_norms.items():
+        if not usual <= floor:
             # A layer may fall quiet in one step; what counts is that none explodes.
-            made.append(Comparison(f"layer {name}", norm, 0.0, FACTOR * healthy.layer_norms[name]))
+            made.append(Comparison(f"layer {name}", now.layer_norms.get(name, math.nan), 0.0, FACTOR * usual))
     if now.largest_log_ratio is not None:
         reach = max(math.log(5.0), healthy.largest_log_ratio or 0.0)
         made.append(Comparison("largest |log ratio|", now.largest_log_ratio, 0.0, reach))
     if now.repeat_error is not None:
         made.append(Comparison("difference of two replays", now.repeat_error, 0.0, REPEATABLE))
-    if not [one for one in made if one.name not in ("largest |log ratio|", "difference of two replays")]:
-        raise ValueError("the step and the healthy one share no number; expected loss, rewards or grad_norm in both")
     bad = [one.name for one in made if not (math.isfinite(one.low) and math.isfinite(one.high))]
     if bad:
         raise ValueError(f"the healthy step's {bad[0]} is not finite; give one that is healthy")

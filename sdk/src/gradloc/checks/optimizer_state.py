@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from gradloc.checks.finding import CheckFinding, Tally, finding
+from gradloc.norms import local_of
 
 UPDATE_RATIO_MAX = 0.1
 UPDATE_WEIGHTS_MIN = 16  # entries: a scalar's ratio says nothing
@@ -61,6 +62,7 @@ def _state(name: str, parameter: Tensor, state: Mapping[str, Any], group: Mappin
         if moment.shape != parameter.shape:
             what = f"{key} is {tuple(moment.shape)}, the parameter {tuple(parameter.shape)}"
             found.append(finding("optimizer.state-shape", what, where))
+        moment = local_of(moment)
         if not bool(torch.isfinite(moment).all()):
             num = int((~torch.isfinite(moment)).sum())
             found.append(finding("optimizer.state-non-finite", f"{key} is not finite", where, num=num))

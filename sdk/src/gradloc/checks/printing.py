@@ -67,15 +67,15 @@ def diagnosis_lines(found: Diagnosis) -> RenderableType:
     return Group(*body)
 
 
-def comparison_lines(made: Iterable[Comparison]) -> RenderableType:
-    lines = []
+def comparison_lines(made: Iterable[Comparison], skipped: Iterable[Skipped]) -> RenderableType:
+    lines: list[RenderableType] = []
     for one in made:
         style = "green" if one.is_back else "bold red"
         mark = "back  " if one.is_back else "OUTSIDE"
         lines.append(
             Text(f"{mark:>8}  {one.name:<28} {one.now:>12.5g}  in [{one.low:.5g}, {one.high:.5g}]", style=style)
         )
-    return Group(*lines)
+    return Group(*lines, *_skipped(skipped))
 
 
 def self_test_lines(found: SelfTest) -> RenderableType:

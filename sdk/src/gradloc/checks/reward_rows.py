@@ -1,45 +1,59 @@
-"""Rewards of a data file, row by row: the reward layer's checks on JSONL or Parquet. Bounded in rows."""
+"""Rewards of a data file, row by row: the reward layer's checks on JSONL, Parquet or a saved data set.
+
+Keeps a number, a group and a length of each row, not its texts.
+"""
 
 from collections.abc import Mapping
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
 from gradloc.checks.documents import DocumentRejected
 from gradloc.checks.finding import Report, Skipped, joined
 from gradloc.checks.rewards import check_rewards
-from gradloc.checks.row_text import fields_of, text_of
+from gradloc.checks.row_text import PEEKED_ROWS, fields_of, text_of
 from gradloc.checks.rows import open_rows
 
-ROWS_MAX = 200_000
+ROWS_MAX = 1_000_000
 
 
 def check_reward_rows(path: Path, bounds: tuple[float, float] | None = None) -> Report:
     """Rows of one uid form a group; without uids, rows of one prompt. Raises ValueError, SourceRejected."""
-    rows = [row.values for row in islice(open_rows(path), ROWS_MAX) if row.problem is None]
-    fields = fields_of(rows[:64], {})
+    stream = iter(open_rows(path))
+    peeked = list(islice(stream, PEEKED_ROWS))
+    fields = fields_of([row.values for row in peeked if row.problem is None], {})
     if "reward" not in fields:
         raise DocumentRejected(f"{path.name}: no field of rewards in its first rows; expected 'reward' or 'score'")
-    groups = [_group(row, fields, index) for index, row in enumerate(rows)]
-    lengths = [_length(row, fields) for row in rows]
-    known = all(length is not None for length in lengths)
-    report = check_rewards(
-        [row.get(fields["reward"]) for row in rows],
-        groups=groups,
-        bounds=bounds,
-        lengths=[length for length in lengths if length is not None] if known else None,
-    )
-    if len(rows) < ROWS_MAX:
-        return report
-    return joined([report, Report(skipped=(Skipped("later rows", f"only the first {ROWS_MAX:,} are looked at"),))])
+    first_rows: dict[object, int] = {}
+    rewards: list[object] = []
+    groups: list[object] = []
+    lengths: list[float | None] = []
+    num_unreadable = 0
+    for row in islice(chain(peeked, stream), ROWS_MAX):
+        if row.problem is not None:
+            num_unreadable += 1
+            continue
+        rewards.append(row.values.get(fields["reward"]))
+        name = _group(row.values, fields, row.number)
+        first = first_rows.setdefault(name, row.number)
+        groups.append(name if isinstance(name, str) else f"of row {first}")
+        lengths.append(_length(row.values, fields))
+    known = [length for length in lengths if length is not None]
+    report = check_rewards(rewards, groups=groups, bounds=bounds, lengths=known if len(known) == len(lengths) else None)
+    skipped = []
+    if num_unreadable:
+        skipped.append(Skipped(f"{num_unreadable:,} rows", "they cannot be read; see `gradloc check data`"))
+    if next(stream, None) is not None:
+        skipped.append(Skipped("later rows", f"only the first {ROWS_MAX:,} are looked at"))
+    return joined([report, Report(skipped=tuple(skipped))])
 
 
-def _group(row: Mapping[str, Any], fields: Mapping[str, str], index: int) -> object:
+def _group(row: Mapping[str, Any], fields: Mapping[str, str], number: int) -> object:
     uid = row.get(fields["uid"]) if "uid" in fields else None
     if uid is not None:
         return str(uid)
     prompt = text_of(row.get(fields["prompt"])) if "prompt" in fields else None
-    return index if prompt is None else hash(prompt)
+    return f"row {number}" if prompt is None else hash(prompt)  # never its text
 
 
 def _length(row: Mapping[str, Any], fields: Mapping[str, str]) -> float | None:

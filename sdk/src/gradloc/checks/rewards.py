@@ -17,7 +17,7 @@ from gradloc.checks.row_text import number_of
 GROUPS_MIN = 4
 ZERO_VARIANCE_SHARE = 0.75
 CONSTANT_MIN = 16
-NOISE = 1e-5  # a group's deviation against the batch's: below it is rounding, not preference
+NOISE = 1e-5  # a group's deviation against the size of rewards: below it is rounding, not preference
 ADVANTAGE_FAR = 50.0  # a group of 2,500 could not give it
 EPSILON = 1e-4  # what GRPO implementations add to the deviation
 LENGTH_RHO = 0.6
@@ -112,11 +112,12 @@ def _informative(usable: Sequence[float], grouped: dict[object, list[tuple[int, 
         numbers = {"groups": float(len(sizable)), "flat": float(len(flat))}
         found.append(finding("reward.zero-variance-groups", what, {"group": str(flat[0])}, None, **numbers))
     if len(usable) >= 2:
-        scale = max(statistics.pstdev(usable), max(abs(v) for v in usable))
+        usual = statistics.median(abs(v) for v in usable)  # one absurd reward must not make noise of all others
         for name, values in sizable.items():
             spread = statistics.pstdev(values)
+            scale = max(usual, max(abs(v) for v in values))
             if 0.0 < spread < NOISE * scale:
-                what = f"deviation {spread:.2g} in a group, {scale:.2g} in the batch: normalising makes it 1"
+                what = f"deviation {spread:.2g} in a group, rewards are of size {scale:.2g}: normalising makes it 1"
                 found.append(finding("reward.noise-normalised", what, {"group": str(name)}, std=spread, scale=scale))
     return found
 

@@ -6,7 +6,7 @@ not grow with the number of rows.
 
 import gzip
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Protocol, cast
@@ -36,6 +36,12 @@ class Rows(Protocol):
 
     @property
     def fraction(self) -> float | None: ...
+
+
+def rows_of(values: Iterable[Mapping[str, Any]]) -> Iterator[Row]:
+    """Rows at hand, such as a `datasets.Dataset` or a streamed one."""
+    for number, one in enumerate(values):
+        yield Row(number, one)
 
 
 def open_rows(path: Path) -> Rows:
@@ -140,7 +146,7 @@ class _Dataset:
             names = [one["filename"] for one in state["_data_files"]]
         except (OSError, ValueError, KeyError, TypeError):
             raise SourceRejected(
-                f"{path.name}: no readable state.json; expected a folder of datasets.save_to_disk"
+                f"{path}: no readable state.json; expected a folder of datasets.save_to_disk"
             ) from None
         if state.get("_indices_files"):
             raise SourceRejected(f"{path.name} was saved with an index; call flatten_indices() before save_to_disk")

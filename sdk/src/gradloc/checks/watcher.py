@@ -24,7 +24,7 @@ from gradloc.checks import gradients, losses, optimizer_state, ratios, rewards
 from gradloc.checks.bundle import BUNDLES_MAX, BYTES_MAX, write_bundle
 from gradloc.checks.finding import CheckFinding
 from gradloc.checks.memory import MemoryWatch
-from gradloc.layers import layer_key
+from gradloc.norms import LayerNorms
 
 _log = logging.getLogger("gradloc.checks")
 
@@ -131,12 +131,11 @@ class Watcher:
         return tuple(found)
 
     def _layer_norms(self) -> dict[str, float]:
-        squares: dict[str, float] = {}
-        for name, parameter in self._model.named_parameters():
-            if parameter.grad is not None:
-                norm = float(torch.linalg.vector_norm(parameter.grad, dtype=torch.float64))
-                squares[layer_key(name)] = squares.get(layer_key(name), 0.0) + norm**2
-        return {key: math.sqrt(square) for key, square in squares.items()}
+        """By layer, with one transfer from the device and no collective: of sharded layers this rank's part."""
+        present = ((name, p) for name, p in self._model.named_parameters() if p.grad is not None)
+        measured = LayerNorms(present, world_size=1)
+        squares = measured.local_squares().tolist()
+        return {key: math.sqrt(square) for key, square in zip(measured.names, squares, strict=True)}
 
     def _save(
         self,
