@@ -7,7 +7,7 @@ MemoryBus for inline mode and tests. A bus moves bytes; it never decodes them.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 START = "0-0"  # the cursor before the first entry
 
@@ -16,8 +16,7 @@ class BusUnavailable(ConnectionError):
     """The bus cannot be reached or refuses work now; what was asked did not happen or is unknown."""
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
+class Entry(NamedTuple):
     """One stream entry. `id` orders entries within a stream and is never an identity."""
 
     id: str

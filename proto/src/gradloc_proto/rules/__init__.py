@@ -32,19 +32,26 @@ from gradloc_proto.rules.judgement import (
     limits_of,
 )
 from gradloc_proto.rules.observation import Observation, observation_of
+from gradloc_proto.rules.stretch import Lesson, Renewal, Stretch, has_settled, learn_stretch, limits_in_time
 from gradloc_proto.rules.thresholds import LEVEL_FACTOR, Level, segment_limit, smallest_detectable
 
 __all__ = [
     "DEFAULT_SENSITIVITY",
     "LEVEL_FACTOR",
+    "Lesson",
     "Level",
     "Observation",
+    "Renewal",
     "RunState",
     "Sensitivity",
+    "Stretch",
     "breaches",
     "dump_state",
+    "has_settled",
     "judge",
     "learn",
+    "learn_stretch",
+    "limits_in_time",
     "limits_of",
     "load_state",
     "observation_of",

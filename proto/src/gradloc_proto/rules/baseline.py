@@ -117,11 +117,11 @@ class Baseline:
         `margin_S` is what `exceeds` judges with. `is_suspect` says that the whole step is abnormal: no
         series accepts its value at once.
         """
-        # -inf is no value, and clipping makes the rest fit: 125 octaves are beyond every norm.
+        # -inf is an exact zero: no value.
         is_value_S = value_S > -math.inf
         rows = np.flatnonzero(is_value_S)
         code_S = np.full(len(self), _EMPTY)
-        code_S[rows] = np.rint(value_S[rows]).clip(-_CODE_MAX, _CODE_MAX)
+        code_S[rows] = codes_of(value_S[rows])
         own_S = self.exceeds(value_S, margin_S)
         high_S = is_value_S & (self.num_S >= NUM_WARMUP) if is_suspect else own_S
         has_high = bool(high_S.any())
@@ -168,12 +168,12 @@ class Baseline:
 
         is_unknown_S = n_S < NUM_WARMUP
         median_S = quantile_S(0.5)
-        now_S = np.maximum(quantile_S(UPPER_QUANTILE) + _units(factors.upper), median_S + _units(factors.median))
+        now_S = np.maximum(quantile_S(UPPER_QUANTILE) + log_units(factors.upper), median_S + log_units(factors.median))
         early_S = np.maximum(0.0, (NUM_SETTLED - n_S) / NUM_SETTLED)
         now_S += np.log2(1.0 + EARLY_MARGIN * early_S) * UNITS_PER_OCTAVE
         blocks_SB = np.sort(self.blocks_SB, axis=1)
         seen_S = np.where(self.num_S < 2 * WINDOW, blocks_SB[:, -1], blocks_SB[:, -2])
-        limit_S = np.where(seen_S == _EMPTY, now_S, np.maximum(now_S, seen_S + _units(factors.seen)))
+        limit_S = np.where(seen_S == _EMPTY, now_S, np.maximum(now_S, seen_S + log_units(factors.seen)))
         median_S[is_unknown_S] = math.nan
         limit_S[is_unknown_S] = math.nan
         return replace(self, limit_S=limit_S.astype(np.float32), median_S=median_S.astype(np.float32))
@@ -253,11 +253,22 @@ def units_of(value_S: Floats) -> Floats:
     return unit_S
 
 
+def codes_of(value: Floats) -> Codes:
+    """Values in units, as they are kept. Clipping makes them fit: 125 octaves are beyond every norm."""
+    return np.asarray(np.rint(value).clip(-_CODE_MAX, _CODE_MAX).astype(np.int16))
+
+
+def is_empty(code: Codes) -> Mask:
+    """Where no value was kept yet."""
+    return np.asarray(code == _EMPTY)
+
+
 def amount_of(units: float) -> float:
     """Inverse of `units_of` for one number: positive and finite."""
     octaves = min(max(units / UNITS_PER_OCTAVE, -1000.0), 1000.0)
     return float(2.0**octaves)
 
 
-def _units(factor: float) -> float:
+def log_units(factor: float) -> float:
+    """A factor in units."""
     return math.log2(factor) * UNITS_PER_OCTAVE

@@ -18,10 +18,15 @@ def dump_state(state: RunState) -> dict[str, object]:
         "layer_names": list(state.layer_names),
         "series": {name: base64.b64encode(data).decode() for name, data in state.series.dump().items()},
         "num_steps": state.series.num_steps,
-        "trends": asdict(state.trends),
+        "trends": {item.name: _plain(getattr(state.trends, item.name)) for item in fields(Trends)},
         "version": state.version,
         "version_scale": state.version_scale,
     }
+
+
+def _plain(value: object) -> object:
+    # Not asdict, which would copy every number of a cliff one by one.
+    return {"values": list(value.values), "is_told": value.is_told} if isinstance(value, Cliff) else value
 
 
 def load_state(data: Mapping[str, object]) -> RunState:

@@ -30,7 +30,7 @@ _ALONE_UNITS = 1.0 * UNITS_PER_OCTAVE
 _DRIFT_STEPS = 3
 # Below these a drift is not material: an importance ratio that every clip removes, nats a token.
 _DRIFT_MIN = {RATIO: 10.0, KL: 0.05}
-_SPREAD_LAYERS_MIN = 4
+SPREAD_LAYERS_MIN = 4
 _SPREAD_MIN_UNITS = 2.0 * UNITS_PER_OCTAVE
 
 
@@ -110,12 +110,12 @@ def learn(state: RunState, observation: Observation, flags: tuple[Flag, ...]) ->
     )
     if is_same and factors.scale == state.version_scale:
         after = replace(state, series=series, trends=trends)
-        _inherit(after, state, "limits")
+        inherit(after, state, "limits")
     else:
         # The version must grow, whatever the step's number: readers keep the highest.
         version = max(state.version, observation.step) + 1
         after = replace(state, series=series, trends=trends, version=version, version_scale=factors.scale)
-    _inherit(after, state, "rows", "margin_S")
+    inherit(after, state, "rows", "margin_S")
     return after
 
 
@@ -141,8 +141,8 @@ def breaches(limits: Limits, norm: float, layer_norms: dict[str, float]) -> tupl
     return tuple(hit)
 
 
-def _inherit(after: RunState, before: RunState, *names: str) -> None:
-    # What was derived from unchanged parts is still true; deriving it again costs more than judging.
+def inherit(after: RunState, before: RunState, *names: str) -> None:
+    """Give `after` what was derived from unchanged parts of `before`: deriving it again costs more than judging."""
     for name in names:
         if name in before.__dict__:
             after.__dict__[name] = before.__dict__[name]
@@ -175,7 +175,7 @@ def _values(state: RunState, observation: Observation) -> Floats:
 def _spread(growth_L: Floats) -> float:
     """How far the layer that grew most is above the middle one, in units; NaN with too few layers."""
     growth_K = growth_L[np.isfinite(growth_L)]
-    if len(growth_K) < _SPREAD_LAYERS_MIN:
+    if len(growth_K) < SPREAD_LAYERS_MIN:
         return math.nan
     growth_K.sort()
     return float(growth_K[-1] - growth_K[len(growth_K) // 2])

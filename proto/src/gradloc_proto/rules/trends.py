@@ -5,12 +5,14 @@ after the run has recovered. Sees one step at a time and remembers a fixed amoun
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
 
 from gradloc_proto.messages import Flag
-from gradloc_proto.rules.baseline import NUM_BLOCKS, UNITS_PER_OCTAVE, WINDOW, Baseline, amount_of
+from gradloc_proto.rules.baseline import NUM_BLOCKS, UNITS_PER_OCTAVE, WINDOW, Baseline, Floats, Units, amount_of
 from gradloc_proto.rules.observation import Observation
 
 # Quiet phases of real runs (only a KL term left) stay within a hundredth, or last at most 4 steps.
@@ -61,6 +63,27 @@ class Cliff:
         # Of a series that never varied any drop is a cliff; its score says only how far it went.
         spread = middle - low if middle > low else max(abs(middle), 1e-12)
         return Cliff(values, True), ((middle - top) / spread, middle, limit)
+
+    def num_calm(self, values: Sequence[float | None]) -> int:
+        """How many of these values are logged alike (all, or none of them) and end no fall."""
+        first = values[0] if values else None
+        is_logged = first is not None
+        num = next((index for index, value in enumerate(values) if (value is not None) != is_logged), len(values))
+        if not is_logged:
+            return num
+        if len(self.values) < CLIFF_BASE + CLIFF_RECENT:
+            return 0
+        all_T = np.array([*self.values, *values[:num]], dtype=np.float64)
+        base_K = sliding_window_view(all_T[1:-CLIFF_RECENT], CLIFF_BASE).min(axis=1)
+        top_K = sliding_window_view(all_T[CLIFF_BASE + 1 :], CLIFF_RECENT).max(axis=1)
+        is_calm_K = np.isfinite(all_T[len(self.values) :]) & (top_K >= base_K)
+        return num if is_calm_K.all() else int(is_calm_K.argmin())
+
+    def after_calm(self, values: Sequence[float | None]) -> "Cliff":
+        """The state after values of which `num_calm` said that they are calm."""
+        length = CLIFF_BASE + CLIFF_RECENT
+        known = tuple(value for value in values[-length:] if value is not None)
+        return Cliff((*self.values, *known)[-length:]) if known else self
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +136,43 @@ class Trends:
         )
         return trends, tuple(flags)
 
+    def after_stretch(
+        self,
+        norms: Sequence[float],
+        healthy_K: Units,
+        known_K: Floats,
+        num_accepted: int,
+        rewards: Sequence[float | None],
+        accuracies: Sequence[float | None],
+    ) -> tuple["Trends", int]:
+        """The state after the first steps of a stretch in which no slow rule speaks, and how many those are.
+
+        norms: positive and not standing out; healthy_K: their median before each step; known_K: what growth is
+        compared with, NaN where it is not looked at; num_accepted: norms in the baseline before the first step.
+        """
+        units_K = np.array([math.log2(norm) * UNITS_PER_OCTAVE for norm in norms])
+        is_odd_K = (healthy_K - units_K > _VANISHED_UNITS) | (healthy_K > known_K + _GROWTH_UNITS)
+        num = int(is_odd_K.argmax()) if is_odd_K.any() else len(units_K)
+        num = min(num, self.reward.num_calm(rewards), self.accuracy.num_calm(accuracies))
+        if num == 0:
+            return self, 0
+        num, is_rising, num_turns = self._turns(units_K[:num])
+        if num == 0:
+            return self, 0
+        is_forgotten = num_accepted + num - 1 - self.told_at > NUM_BLOCKS * WINDOW
+        trends = Trends(
+            num_zero_before=self.num_zero_before + self.num_zero,
+            num_positive=self.num_positive + num,
+            last_units=float(units_K[num - 1]),
+            is_rising=is_rising,
+            num_turns=num_turns,
+            told_units=None if is_forgotten else self.told_units,
+            told_at=self.told_at,
+            reward=self.reward.after_calm(rewards[:num]),
+            accuracy=self.accuracy.after_calm(accuracies[:num]),
+        )
+        return trends, num
+
     def _cliff(self, cliff: Cliff, series: str, value: float | None, flags: list[Flag]) -> Cliff:
         if value is None:
             return cliff
@@ -150,17 +210,26 @@ class Trends:
         return self.num_tiny + 1
 
     def _turn(self, units: float, flags: list[Flag]) -> tuple[bool, int]:
-        change = 0.0 if self.last_units is None else units - self.last_units
-        is_rising = change > 0
-        is_told = self.num_turns >= OSCILLATION_STEPS
-        if abs(change) < _OSCILLATION_UNITS or is_rising == self.is_rising:
-            # A single step out of time does not make the same oscillation news again.
-            left = self.num_turns - OSCILLATION_STEPS // 4
-            return is_rising, left if is_told and left >= OSCILLATION_STEPS else 0
-        if self.num_turns + 1 == OSCILLATION_STEPS:
-            value, score = amount_of(units), amount_of(abs(change))
+        is_rising, num_turns = _turned(self.last_units, self.is_rising, self.num_turns, units)
+        if num_turns == OSCILLATION_STEPS > self.num_turns:
+            value, score = amount_of(units), amount_of(abs(units - (self.last_units or 0.0)))
             flags.append(Flag(rule="oscillation", series="norm", value=value, score=score, limit=OSCILLATION_FACTOR))
-        return is_rising, min(self.num_turns + 1, 2 * OSCILLATION_STEPS)
+        return is_rising, num_turns
+
+    def _turns(self, units_K: Floats) -> tuple[int, bool, int]:
+        """How many values come before an oscillation is told; whether the last rises, and its turns in a row."""
+        first = units_K[0] if self.last_units is None else self.last_units
+        change_K = np.diff(units_K, prepend=first)
+        is_turn_possible = bool((np.abs(change_K) >= _OSCILLATION_UNITS).any())
+        if not is_turn_possible and self.num_turns < OSCILLATION_STEPS:
+            return len(units_K), bool(change_K[-1] > 0), 0
+        last_units, is_rising, num_turns = self.last_units, self.is_rising, self.num_turns
+        for index, units in enumerate(units_K.tolist()):
+            turned = _turned(last_units, is_rising, num_turns, units)
+            if turned[1] == OSCILLATION_STEPS > num_turns:
+                return index, is_rising, num_turns
+            last_units, (is_rising, num_turns) = units, turned
+        return len(units_K), is_rising, num_turns
 
     def _growth(
         self, units: float, norms: Baseline, row: int, is_high: bool, flags: list[Flag]
@@ -189,3 +258,14 @@ class Trends:
             )
         )
         return level, num
+
+
+def _turned(last_units: float | None, was_rising: bool, num_turns: int, units: float) -> tuple[bool, int]:
+    """Whether the norm rises now, and at how many steps in a row it turned."""
+    change = 0.0 if last_units is None else units - last_units
+    is_rising = change > 0
+    if abs(change) < _OSCILLATION_UNITS or is_rising == was_rising:
+        # A single step out of time does not make the same oscillation news again.
+        left = num_turns - OSCILLATION_STEPS // 4
+        return is_rising, left if num_turns >= OSCILLATION_STEPS and left >= OSCILLATION_STEPS else 0
+    return is_rising, min(num_turns + 1, 2 * OSCILLATION_STEPS)

@@ -12,6 +12,7 @@ import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from gradloc_detector import calm_steps
 from gradloc_detector.fold import ACCEPTED, fold, loss_noticed
 from gradloc_detector.metrics import Metrics
 from gradloc_detector.policy import Policy
@@ -115,14 +116,45 @@ class OwnedRun:
         assert self._held is not None
         self.lag_s = 0.0
         entries = [(entry, name) for name in STREAMS for entry in found.get(self._keys[name], ())]
-        entries.sort(key=lambda pair: _order(pair[0].id))
-        for entry, name in entries:
-            self._absorb_entry(entry, name, now)
+        if len(found.keys() & self._keys.values()) > 1:
+            entries.sort(key=lambda pair: _order(pair[0].id))
+        stretch, start, asked_again_at = calm_steps.Stretch(()), 0, 0
+        while start < len(entries):
+            num = 0
+            if start >= asked_again_at and calm_steps.is_possible(self.state, self._policy):
+                if stretch.names != self.state.baselines.layer_names:
+                    stretch = calm_steps.Stretch(self.state.baselines.layer_names)
+                _gather(stretch, entries, start)
+                num = self._absorb_stretch(stretch, now)
+                # A run in trouble is not asked at each step whether it is calm again.
+                asked_again_at = start + calm_steps.STRETCH_MIN if num == 0 else 0
+            if num == 0:
+                self._absorb_entry(*entries[start], now)
+                num = 1
+            stretch.drop(num)
+            start += num
+            entry, name = entries[start - 1]
             self._held.cursors[name] = entry.id
         if entries and self._held.num_folded == 0:
             self._held.folded_at = now
         self._held.num_folded += len(entries)
         return len(entries)
+
+    def _absorb_stretch(self, stretch: calm_steps.Stretch, now: float) -> int:
+        """Fold the calm steps at the beginning of `stretch` at once; returns how many those were."""
+        if len(stretch) < calm_steps.STRETCH_MIN:
+            return 0
+        try:
+            num, state, effects = calm_steps.folded(self.state, stretch, self._policy)
+        except Exception:
+            self._metrics.failures.inc()
+            log.exception("run %s: folding a stretch of steps failed; they are folded one by one", self.run_id)
+            return 0
+        if num:
+            self.lag_s = max(0.0, now - stretch.steps[num - 1].ts)
+            self._metrics.messages.labels("steps").inc(num)
+            self._absorb_effects("steps", state, effects)
+        return num
 
     def _absorb_entry(self, entry: Entry, name: StreamName, now: float) -> None:
         try:
@@ -231,6 +263,15 @@ class OwnedRun:
             held.cursors[name] = START
             held.num_folded += 1
             self._absorb_effects(name, *loss_noticed(held.state, name))
+
+
+def _gather(stretch: calm_steps.Stretch, entries: list[tuple[Entry, StreamName]], start: int) -> None:
+    """Let `stretch`, which begins with the entry at `start`, take in what follows as long as it is ordinary."""
+    end = min(start + calm_steps.STRETCH_MAX, len(entries))
+    for place in range(start + len(stretch), end):
+        entry, name = entries[place]
+        if name != "steps" or not stretch.add(entry.data):
+            break
 
 
 def _output(run_id: str, stream: StreamName, message: Message) -> Output:

@@ -21,9 +21,9 @@ class Policy:
 
     # Limits. A fresh baseline moves with every step; later only what matters to a trainer is published.
     limits_every_step_until: int = 64
-    limits_change: float = 0.02
+    limits_change: float = 0.1  # of hundreds of layers one always moves by some per cent, and that decides no spike
     limits_look_every_steps: int = 4  # comparing all layers costs as much as judging them
-    limits_every_steps: int = 16
+    limits_every_steps: int = 32  # half the age at which a trainer stops believing them
 
     # Localizations.
     snapshot_timeout_s: float = 300.0  # weights of a few GB to an object store take minutes

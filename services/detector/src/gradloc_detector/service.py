@@ -36,7 +36,8 @@ class Settings:
     registry_s: float = 0.5
     loss_check_s: float = 30.0  # with the gap's grace this keeps the promised minute
     read_count: int = 256
-    read_runs: int = 64  # runs per pipelined read
+    read_runs: int = 64  # runs per pipelined read ...
+    read_runs_behind: int = 2  # ... and of those with a backlog: what is read at once must fit the cache
     commit_every: int = 64
     commit_every_s: float = 1.0
     poll_s: float = 0.05
@@ -57,6 +58,7 @@ class _Watch:
     poll_s: float = 0.0
     aside_s: float = 0.0
     aside_until: float = 0.0
+    is_behind: bool = True  # until a read was not full
 
 
 class DetectorService:
@@ -186,8 +188,7 @@ class DetectorService:
     def _read(self, now: float) -> int:
         due = [watch for watch in self._owned() if now >= watch.read_at and now >= watch.aside_until]
         num_read, lag_s = 0, 0.0
-        for start in range(0, len(due), self._settings.read_runs):
-            batch = due[start : start + self._settings.read_runs]
+        for batch in self._batches(due):
             for watch in batch:
                 self._guarded(watch, now, partial(self._check, watch, now))
             batch = [watch for watch in batch if watch.run.is_owned and now >= watch.aside_until]
@@ -207,6 +208,13 @@ class DetectorService:
         self.metrics.lag_s.set(lag_s)
         return num_read
 
+    def _batches(self, due: list[_Watch]) -> Iterator[list[_Watch]]:
+        behind = [watch for watch in due if watch.is_behind]
+        level = [watch for watch in due if not watch.is_behind]
+        for watches, size in ((level, self._settings.read_runs), (behind, self._settings.read_runs_behind)):
+            for start in range(0, len(watches), size):
+                yield watches[start : start + size]
+
     def _check(self, watch: _Watch, now: float) -> None:
         if now >= watch.loss_check_at:
             watch.loss_check_at = now + self._settings.loss_check_s
@@ -218,6 +226,7 @@ class DetectorService:
     def _absorb(self, watch: _Watch, found: dict[str, list[Entry]], now: float) -> int:
         settings, run = self._settings, watch.run
         num_read = run.absorb(found, self._clock())
+        watch.is_behind = num_read >= settings.read_count
         if num_read:
             watch.poll_s = 0.0
         else:

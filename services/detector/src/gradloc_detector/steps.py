@@ -44,13 +44,15 @@ def observed(state: DetectorState, message: StepObserved, policy: Policy) -> tup
         if learnt.version < state.baselines.version:  # a late step; readers keep the highest version
             learnt = replace(learnt, version=state.baselines.version)
         state = replace(state, baselines=learnt)
-    book, more = _published(book, state.baselines, message.step, policy)
+    book, more = published(book, state.baselines, message.step, policy)
     return replace(state, book=book), effects + more
 
 
 def _bounded(message: StepObserved, known: rules.RunState) -> StepObserved:
     """`message` with no more layers than a state may hold, whatever was sent."""
     names = known.layer_names
+    if message.layer_norms.keys() <= known.rows.keys():
+        return message
     if len(message.layer_norms) + len(names) <= LAYERS_MAX and not any(
         len(name) > LAYER_NAME_LENGTH_MAX for name in message.layer_norms
     ):
@@ -132,7 +134,7 @@ def _request(book: Book, step: int) -> SnapshotRequested:
     return SnapshotRequested(run_id=book.run_id, attempt=book.attempt, ts=book.last_ts, step=step, by="detector")
 
 
-def _published(book: Book, state: rules.RunState, step: int, policy: Policy) -> tuple[Book, Effects]:
+def published(book: Book, state: rules.RunState, step: int, policy: Policy) -> tuple[Book, Effects]:
     """LimitsChanged when the limits moved enough to matter to a trainer, or after some steps anyway."""
     if state.version <= book.limits_published_version:
         return book, ()
@@ -140,7 +142,7 @@ def _published(book: Book, state: rules.RunState, step: int, policy: Policy) -> 
     if not (at_start or book.limits_dirty or book.num_steps % policy.limits_look_every_steps == 0):
         return book, ()
     limits = rules.limits_of(state)
-    values = (limits.norm, limits.energy, limits.gain, *(limits.layers.get(name) for name in state.layer_names))
+    values = (limits.norm, limits.energy, limits.gain, *map(limits.layers.get, state.layer_names))
     if all(value is None for value in values):
         return book, ()
     is_due = state.version - book.limits_published_version >= policy.limits_every_steps
