@@ -215,10 +215,10 @@ def _not_seen(reports: dict[str, Report], logs: dict[str, Triage]) -> list[Skipp
     seen = {name.split(" of ", maxsplit=1)[0] for name in reports}
     why = {
         "data": "no data file in the folder (--data FILE) and no snapshot",
-        "reward": "no debug bundle with rewards (gradloc.checks.watcher.Watcher)",
+        "reward": "no snapshot with metrics and no debug bundle with rewards (gradloc.checks.watcher.Watcher)",
         "policy": "no snapshot and no debug bundle",
         "gradient": "no snapshot and no debug bundle",
-        "optimizer": "no debug bundle (gradloc.checks.watcher.Watcher)",
+        "optimizer": "no log or snapshot with a learning rate, no debug bundle (gradloc.checks.watcher.Watcher)",
     }
     missing = [Skipped(layer, why[layer]) for layer in LAYERS if layer not in seen]
     return missing if logs else [*missing, Skipped("logs", "no log with steps or errors in the folder")]

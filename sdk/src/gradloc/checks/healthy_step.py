@@ -165,7 +165,7 @@ def numbers_of_snapshot(snapshot: Snapshot, model: nn.Module, *, seed: int = 0) 
     first = replay(policy, batches, coefficients)
     torch.manual_seed(seed)
     again = replay(policy, batches, coefficients)
-    weighted, sizes, advantages, largest = [], [], [], 0.0
+    weighted, sizes, largest = [], [], 0.0
     for placed, logp_BR in zip(batches, first.logp, strict=True):
         one = placed.batch
         used_BR = (one.mask_BR != 0) & torch.isfinite(logp_BR)
@@ -174,19 +174,18 @@ def numbers_of_snapshot(snapshot: Snapshot, model: nn.Module, *, seed: int = 0) 
                 off = (logp_BR - reference_BR.double())[used_BR].abs()
                 largest = max(largest, float(torch.nan_to_num(off, nan=math.inf).max()))
         if one.advantage_BR is not None:
-            reference = one.old_logp_BR if one.old_logp_BR is not None else one.logp_BR
+            references = (one.old_logp_BR, one.rollout_logp_BR, one.logp_BR)
+            reference = next(known for known in references if known is not None)
             term = (one.advantage_BR.double() * (logp_BR - reference.double()).exp())[used_BR]
             weighted.append(term)
             sizes.append(term.abs())
-            advantages.append(one.advantage_BR.double()[one.mask_BR != 0])
     known = bool(weighted)
-    all_advantages = torch.cat(advantages) if known else torch.zeros(0)
     error = abs(first.gradient.norm - again.gradient.norm) / max(first.gradient.norm, 1e-30)
     return StepNumbers(
         loss=-float(torch.cat(weighted).mean()) if known else None,
         loss_scale=float(torch.cat(sizes).mean()) if known else None,
-        reward_mean=float(all_advantages.mean()) if known else None,
-        reward_std=float(all_advantages.std(unbiased=False)) if known else None,
+        reward_mean=manifest.metrics.get("reward_mean"),
+        reward_std=manifest.metrics.get("reward_std"),
         grad_norm=first.gradient.norm,
         layer_norms=first.gradient.layer_norms,
         largest_log_ratio=largest,
@@ -197,7 +196,13 @@ def numbers_of_snapshot(snapshot: Snapshot, model: nn.Module, *, seed: int = 0) 
 def healthy_of_snapshot(snapshot: Snapshot) -> StepNumbers:
     """What the snapshot itself says a healthy step is."""
     manifest = snapshot.manifest
-    return StepNumbers(grad_norm=manifest.healthy_norm, layer_norms=manifest.healthy_layer_norms)
+    usual = manifest.metrics_usual
+    return StepNumbers(
+        reward_mean=usual.get("reward_mean"),
+        reward_std=usual.get("reward_std"),
+        grad_norm=manifest.healthy_norm,
+        layer_norms=manifest.healthy_layer_norms,
+    )
 
 
 def build(snapshot: Snapshot) -> nn.Module:

@@ -1,15 +1,17 @@
 """What `gradloc check LAYER` is pointed at: a JSON document, a debug bundle, or a snapshot of a step.
 
-A snapshot holds a step's batch, coefficients and norms, no optimizer and no reward: those layers say so.
+A snapshot holds a step's batch, coefficients, norms and what the trainer said of the step (its metrics); no
+optimizer state and no single rewards: those layers say so.
 """
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 
-from gradloc.checks import advantages, gradients, ratios, token_count
+from gradloc.checks import advantages, gradients, losses, optimizer_state, ratios, token_count
 from gradloc.checks.batch import check_batch
 from gradloc.checks.bundle import is_bundle, read_bundle
 from gradloc.checks.documents import DocumentRejected, check_document, read_document
@@ -33,7 +35,10 @@ def check_source(layer: str, source: str) -> Report:
     if check is None:
         known = ", ".join(_OF_SNAPSHOT)
         raise DocumentRejected(f"a snapshot says nothing of the layer {layer}; expected one of {known}")
-    return check(open_snapshot(source))
+    report = check(open_snapshot(source))
+    if report is None:
+        raise DocumentRejected(f"this snapshot says nothing of the layer {layer}; hand metrics to probe.observe()")
+    return report
 
 
 def _batches(snapshot: Snapshot) -> list[tuple[int, int, MicroBatch]]:
@@ -97,7 +102,53 @@ def _policy(snapshot: Snapshot) -> Report:
             tally.add(one_found)
     else:
         skipped.append(Skipped("advantages", "the snapshot has none, or no uids that group them"))
+    for one_found in _loss_metrics(snapshot):
+        tally.add(one_found)
     return Report(tally.findings(), tuple(skipped), {"micro_batches": len(batches)})
+
+
+def _metric(snapshot: Snapshot, name: str) -> float | None:
+    return snapshot.manifest.metrics.get(name)
+
+
+def _loss_metrics(snapshot: Snapshot) -> Iterator[CheckFinding]:
+    """What the trainer itself measured of the step; how it estimates the KL is not known."""
+    loss, kl = _metric(snapshot, "loss"), _metric(snapshot, "kl")
+    if loss is not None:
+        yield from losses.check_loss_parts({"loss": loss})
+    if kl is not None:
+        yield from losses.check_kl(kl, estimator="k1")
+    entropy, clipped = _metric(snapshot, "entropy"), _metric(snapshot, "clip_fraction")
+    if entropy is not None:
+        yield from losses.check_entropy(entropy)
+    yield from losses.check_clipping(clip_fraction=clipped)
+
+
+def _reward(snapshot: Snapshot) -> Report | None:
+    mean, std = _metric(snapshot, "reward_mean"), _metric(snapshot, "reward_std")
+    if mean is None:
+        return None
+    step = snapshot.manifest.step
+    found = []
+    if not math.isfinite(mean):
+        found.append(finding("reward.not-a-number", f"mean reward is {mean}", {"step": step}))
+    elif std == 0.0:
+        found.append(finding("reward.constant", f"all rewards of the step are {mean:.6g}", {"step": step}, value=mean))
+    left = Skipped("rewards one by one", "a snapshot holds their mean and deviation only")
+    return Report(tuple(found), (left,), {"steps": 1})
+
+
+def _optimizer(snapshot: Snapshot) -> Report | None:
+    rate = _metric(snapshot, "lr")
+    if rate is None:
+        return None
+    usual = snapshot.manifest.metrics_usual.get("lr")
+    found = list(optimizer_state.check_lr(rate))
+    if not found and usual is not None and 0 < optimizer_state.LR_JUMP * usual < rate:
+        what = f"{rate:.3g}, usual in the steps before {usual:.3g}"
+        found.append(finding("optimizer.lr-jump", what, {"step": snapshot.manifest.step}, before=usual, now=rate))
+    left = Skipped("state of the optimizer", "a snapshot holds none (gradloc.checks.watcher.Watcher)")
+    return Report(tuple(found), (left,), {"steps": 1})
 
 
 def _gradient(snapshot: Snapshot) -> Report:
@@ -127,5 +178,11 @@ def _gradient(snapshot: Snapshot) -> Report:
     return Report(tally.findings(), (), {"micro_batches": len(batches)})
 
 
-_OF_SNAPSHOT: dict[str, Callable[[Snapshot], Report]] = {"data": _data, "policy": _policy, "gradient": _gradient}
+_OF_SNAPSHOT: dict[str, Callable[[Snapshot], Report | None]] = {
+    "data": _data,
+    "reward": _reward,
+    "policy": _policy,
+    "gradient": _gradient,
+    "optimizer": _optimizer,
+}
 SNAPSHOT_LAYERS = tuple(_OF_SNAPSHOT)
