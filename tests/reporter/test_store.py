@@ -11,14 +11,14 @@ from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sqlalchemy import create_engine, select
+from sqlalchemy import create_engine, select, text
 
 from gradloc_proto import messages as m
-from gradloc_reporter.store.engine import Database, DatabaseUnusable
+from gradloc_reporter.store.engine import Database, DatabaseUnusable, migrate
 from gradloc_reporter.store.fold import Fold
 from gradloc_reporter.store.incident_facts import IncidentOfOtherRun
 from gradloc_reporter.store.queries import Queries
-from gradloc_reporter.store.tables import Base, IncidentRow, StepRow
+from gradloc_reporter.store.tables import Base, IncidentRow, RunRow, StepRow
 
 
 @pytest.fixture
@@ -165,6 +165,22 @@ def test_the_migrations_make_exactly_the_models_tables(database_url: str) -> Non
     with engine.connect() as connection:
         assert compare_metadata(MigrationContext.configure(connection), Base.metadata) == []
     engine.dispose()
+
+
+def test_a_database_of_before_learns_the_teams_of_its_runs(database_url: str) -> None:
+    engine = create_engine(database_url)
+    with engine.begin() as connection:
+        migrate(connection, to="0001")
+        row = "INSERT INTO runs (run_id, attempt, labels_json, last_attempt, limits_attempt, limits_version, "
+        row += "num_events_dropped) VALUES (:run, 0, :labels, 0, 0, -1, 0)"
+        for run, labels in (("a", {"team": "vision"}), ("b", {"task": "sort"}), ("c", {})):
+            connection.execute(text(row), {"run": run, "labels": json.dumps(labels)})
+    engine.dispose()
+    database = Database(database_url)
+    with database.reading() as session:
+        teams = dict(session.execute(select(RunRow.run_id, RunRow.team)).all())  # type: ignore[arg-type]
+    database.close()
+    assert teams == {"a": "vision", "b": None, "c": None}
 
 
 def test_opening_again_keeps_what_was_there(kit: Any, database_url: str) -> None:

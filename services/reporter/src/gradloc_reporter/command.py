@@ -1,16 +1,19 @@
 """`gradloc reporter`: options, signals and exit codes around `Reporter`."""
 
+import json
 import logging
 import os
 import signal
 import sys
 import threading
+from pathlib import Path
 from types import FrameType
 
 import click
 
 from gradloc_proto.bus import BusUnavailable
 from gradloc_proto.redis_bus import RedisBus
+from gradloc_reporter.access import Scope, Tokens, new_token, read_tokens, token_entry
 from gradloc_reporter.reporter import Reporter
 from gradloc_reporter.settings import DEFAULT_DATABASE, DEFAULT_PORT, SLACK_URL, Settings, slack_settings
 
@@ -32,6 +35,9 @@ BAD_INPUT = 2
 @click.option("--slack-channel", metavar="ID", help="Channel for the bot whose token is in GRADLOC_SLACK_TOKEN.")
 @click.option("--slack-base-url", default=SLACK_URL, show_default=True, metavar="URL", help="Where Slack's API is.")
 @click.option("--public-url", metavar="URL", help="What links in messages begin with.")
+@click.option(
+    "--tokens", "tokens_file", envvar="GRADLOC_TOKENS_FILE", metavar="FILE", help="Bearer tokens that may ask (TOML)."
+)
 @click.option("--redact-tokens", is_flag=True, help="Show no text of prompts and answers, here or in Slack.")
 def reporter(
     redis_url: str | None,
@@ -41,6 +47,7 @@ def reporter(
     slack_channel: str | None,
     slack_base_url: str,
     public_url: str | None,
+    tokens_file: str | None,
     redact_tokens: bool,
 ) -> None:
     """Keep incidents and findings; serve REST, a web page, Prometheus and Slack.
@@ -55,7 +62,13 @@ def reporter(
             base_url=slack_base_url,
         )
         settings = Settings(
-            database=database, host=host, port=port, public_url=public_url, redact_tokens=redact_tokens, slack=slack
+            database=database,
+            host=host,
+            port=port,
+            public_url=public_url,
+            redact_tokens=redact_tokens,
+            slack=slack,
+            tokens=None if tokens_file is None else _tokens(Path(tokens_file)),
         )
         if not redis_url:
             raise ValueError("no Redis is given; expected --redis redis://host:port/0 or GRADLOC_REDIS_URL")
@@ -66,6 +79,42 @@ def reporter(
         click.echo(f"gradloc reporter: {error}", err=True)
         sys.exit(BAD_INPUT)
     sys.exit(_serve(service, bus))
+
+
+def _tokens(file: Path) -> Tokens:
+    try:
+        return read_tokens(file.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(
+            f"--tokens {file}: {getattr(error, 'strerror', None) or error}; expected a TOML file"
+        ) from None
+    except ValueError as error:
+        raise ValueError(f"--tokens {file}: {error}") from None
+
+
+@click.command("reporter-token")
+@click.option("--name", required=True, help="Who holds it: a person, a dashboard, a script.")
+@click.option("--scope", type=click.Choice(["read", "operate"]), default="read", show_default=True)
+@click.option("--team", "teams", multiple=True, help="See only runs with this label team; may be given again.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object instead.")
+def reporter_token(name: str, scope: Scope, teams: tuple[str, ...], as_json: bool) -> None:
+    """Make a token for REST and the page, and its entry for the file that --tokens reads.
+
+    The token is shown once and kept nowhere; the entry holds its SHA-256 only.
+    """
+    token = new_token()
+    try:
+        entry = token_entry(token, name=name, scope=scope, teams=teams)
+    except ValueError as error:
+        click.echo(f"gradloc reporter-token: {error}", err=True)
+        sys.exit(BAD_INPUT)
+    if as_json:
+        click.echo(json.dumps({"token": token, "entry": entry}))
+        return
+    click.echo(f"Give this to {name}; it is shown only now:\n", err=True)
+    click.echo(token)
+    click.echo("\nAdd this to the file of --tokens, and restart the reporter:\n", err=True)
+    click.echo(entry, err=True)
 
 
 def _serve(service: Reporter, bus: RedisBus) -> int:

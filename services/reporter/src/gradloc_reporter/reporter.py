@@ -67,6 +67,8 @@ class Reporter:
             database=self._database,
             bus=bus,
             queries=queries,
+            tokens=settings.tokens,
+            secure=self._public_url.startswith("https://"),
             clock=clock,
             trouble=self.trouble,
             metrics=self._metrics.exposition,

@@ -4,6 +4,8 @@ import re
 from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
+from gradloc_reporter.access import Tokens
+
 DEFAULT_DATABASE = "sqlite:///gradloc.sqlite"
 DEFAULT_PORT = 8321
 SLACK_URL = "https://slack.com/api/"
@@ -31,6 +33,7 @@ class Settings:
     public_url: str | None = None
     redact_tokens: bool = False
     slack: SlackSettings | None = None
+    tokens: Tokens | None = None  # None: everybody may read and operate
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65_535:

@@ -76,13 +76,13 @@ class Database:
             migrate(connection)
 
 
-def migrate(connection: Connection) -> None:
-    """Bring the database to the newest version, inside the caller's transaction."""
+def migrate(connection: Connection, to: str = "head") -> None:
+    """Bring the database to the newest version, or to another one, inside the caller's transaction."""
     with resources.as_file(resources.files("gradloc_reporter.store").joinpath("migrations")) as folder:
         config = Config()
         config.set_main_option("script_location", str(folder))
         config.attributes["connection"] = connection
-        command.upgrade(config, "head")
+        command.upgrade(config, to)
 
 
 def _checked(text_url: str) -> URL:

@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from sqlalchemy import and_, func, select
+from sqlalchemy import ColumnElement, and_, func, select, true
 from sqlalchemy.orm import Session
 
 from gradloc_proto.messages import Finding, Spike
@@ -32,16 +32,23 @@ STEPS_READ_MAX = 2_000_000  # of one run: twenty days at one step a second
 
 @dataclass(frozen=True, slots=True)
 class Queries:
-    """Reads of one configuration: where the page is, and whether text is hidden."""
+    """Reads of one viewer: where the page is, whether text is hidden, and whose runs are seen (None: all)."""
 
     page_url: Callable[[str], str | None] = lambda incident_id: None
     hide_text: bool = False
+    teams: frozenset[str] | None = None
+
+    def _seen_run(self) -> ColumnElement[bool]:
+        return true() if self.teams is None else RunRow.team.in_(sorted(self.teams))
+
+    def _seen_incident(self) -> ColumnElement[bool]:
+        return true() if self.teams is None else IncidentRow.run_id.in_(select(RunRow.run_id).where(self._seen_run()))
 
     # --- runs ----------------------------------------------------------------------------------
 
     def runs(self, session: Session, *, after: str | None, limit: int) -> a.RunsAnswer:
         """Runs by name; `after` is the last run of the page before."""
-        query = select(RunRow).order_by(RunRow.run_id).limit(limit + 1)
+        query = select(RunRow).where(self._seen_run()).order_by(RunRow.run_id).limit(limit + 1)
         if after is not None:
             query = query.where(RunRow.run_id > after)
         rows = session.scalars(query).all()
@@ -51,10 +58,11 @@ class Queries:
     def newest_runs(self, session: Session, *, limit: int) -> tuple[a.RunAnswer, ...]:
         """Runs that were heard of last come first."""
         newest = func.coalesce(RunRow.last_step_at, RunRow.started_at, 0.0).desc()
-        return self._run_answers(session, session.scalars(select(RunRow).order_by(newest).limit(limit)).all())
+        query = select(RunRow).where(self._seen_run()).order_by(newest).limit(limit)
+        return self._run_answers(session, session.scalars(query).all())
 
     def run(self, session: Session, run_id: str) -> a.RunAnswer | None:
-        row = session.get(RunRow, run_id)
+        row = session.scalars(select(RunRow).where(RunRow.run_id == run_id, self._seen_run())).one_or_none()
         return None if row is None else self._run_answers(session, [row])[0]
 
     def _run_answers(self, session: Session, rows: Sequence[RunRow]) -> tuple[a.RunAnswer, ...]:
@@ -128,7 +136,7 @@ class Queries:
         limit: int,
     ) -> tuple[tuple[a.IncidentAnswer, ...], int | None]:
         """Newest first; with the number to go on before, None on the last page."""
-        query = select(IncidentRow).order_by(IncidentRow.number.desc()).limit(limit + 1)
+        query = select(IncidentRow).where(self._seen_incident()).order_by(IncidentRow.number.desc()).limit(limit + 1)
         for column, wanted in (
             (IncidentRow.run_id, run),
             (IncidentRow.status, status),
@@ -144,8 +152,14 @@ class Queries:
         told = tuple(self._incident_answer(row, newest.get(row.incident_id)) for row in shown)
         return told, shown[-1].number if len(rows) > limit else None
 
+    def sees(self, session: Session, incident_id: str) -> bool:
+        """Whether there is such an incident for this viewer."""
+        query = select(IncidentRow.number).where(IncidentRow.incident_id == incident_id, self._seen_incident())
+        return session.scalar(query) is not None
+
     def incident(self, session: Session, incident_id: str) -> a.IncidentDetail | None:
-        row = session.scalars(select(IncidentRow).where(IncidentRow.incident_id == incident_id)).one_or_none()
+        query = select(IncidentRow).where(IncidentRow.incident_id == incident_id, self._seen_incident())
+        row = session.scalars(query).one_or_none()
         if row is None:
             return None
         findings = session.scalars(

@@ -35,6 +35,7 @@ def run_started(session: Session, message: RunStarted) -> None:
     run.model = message.model
     run.num_parameters = message.num_parameters
     run.labels_json = json.dumps(message.labels, sort_keys=True)
+    run.team = message.labels.get("team")
     run.started_at = message.ts
 
 

@@ -64,6 +64,7 @@ class RunRow(Base):
     model: Mapped[str | None]
     num_parameters: Mapped[int | None]
     labels_json: Mapped[str] = mapped_column(default="{}")
+    team: Mapped[str | None] = mapped_column(index=True)
     started_at: Mapped[float | None]
     ended_attempt: Mapped[int | None]
     ended_at: Mapped[float | None]

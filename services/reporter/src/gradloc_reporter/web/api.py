@@ -10,7 +10,7 @@ import binascii
 import secrets
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Path, Query, Response
+from fastapi import APIRouter, Depends, Path, Query, Response
 from pydantic import BaseModel
 
 from gradloc_proto import streams
@@ -18,8 +18,11 @@ from gradloc_proto.codec import encode
 from gradloc_proto.identities import RUN_ID_PATTERN
 from gradloc_proto.messages import RelocalizeRequested, Verdict
 from gradloc_reporter import answers as a
+from gradloc_reporter.access import Viewer
+from gradloc_reporter.store.queries import Queries
 from gradloc_reporter.store.wishes import acknowledge, comment
 from gradloc_reporter.web.backend import Backend
+from gradloc_reporter.web.gate import queries_of, viewer_of
 from gradloc_reporter.web.problems import ProblemRaised, no_such
 
 NUMBER_MAX = 2**53  # larger ones lose digits in JSON parsers
@@ -38,9 +41,11 @@ Incident = Annotated[str, Path(pattern=r"^[^\x00/]{1,512}$", description="incide
 Cursor = Annotated[str | None, Query(max_length=256, description="next_cursor of the page before")]
 Limit = Annotated[int, Query(ge=1, le=200)]
 StepNumber = Annotated[int, Query(ge=0, le=NUMBER_MAX)]
-BAD_QUERY = _problems(on_422="A parameter is not as expected")
+Seen = Annotated[Queries, Depends(queries_of)]
+By = Annotated[Viewer, Depends(viewer_of)]
+BAD_QUERY = _problems(on_422="A parameter is not as expected", on_401="A token is wanted and none known was sent")
 UNKNOWN = BAD_QUERY | _problems(on_404="There is no such thing")
-WISH = UNKNOWN | _problems(on_503="Redis or the database does not answer")
+WISH = UNKNOWN | _problems(on_403="The token has the scope read", on_503="Redis or the database does not answer")
 
 
 def answered(model: BaseModel, status: int = 200) -> Response:
@@ -57,10 +62,8 @@ def api_router(backend: Backend) -> APIRouter:
 
 
 def _add_run_routes(router: APIRouter, backend: Backend) -> None:
-    queries = backend.queries
-
     @router.get("/runs", response_model=a.RunsAnswer, responses=BAD_QUERY, tags=["runs"])
-    def list_runs(cursor: Cursor = None, limit: Limit = 50) -> Response:
+    def list_runs(queries: Seen, cursor: Cursor = None, limit: Limit = 50) -> Response:
         """All runs, by name."""
         after = None if cursor is None else read_cursor(cursor, "r")
         with backend.database.reading() as session:
@@ -69,7 +72,7 @@ def _add_run_routes(router: APIRouter, backend: Backend) -> None:
         return answered(found.model_copy(update={"next_cursor": next_cursor}))
 
     @router.get("/runs/{run}", response_model=a.RunAnswer, responses=UNKNOWN, tags=["runs"])
-    def get_run(run: Run) -> Response:
+    def get_run(queries: Seen, run: Run) -> Response:
         """One run: what it said of itself, and where it stands."""
         with backend.database.reading() as session:
             found = queries.run(session, run)
@@ -79,6 +82,7 @@ def _add_run_routes(router: APIRouter, backend: Backend) -> None:
 
     @router.get("/runs/{run}/steps", response_model=a.StepsAnswer, responses=UNKNOWN, tags=["runs"])
     def list_steps(
+        queries: Seen,
         run: Run,
         from_step: StepNumber = 0,
         to_step: Annotated[int | None, Query(ge=0, le=NUMBER_MAX)] = None,
@@ -93,10 +97,9 @@ def _add_run_routes(router: APIRouter, backend: Backend) -> None:
 
 
 def _add_incident_routes(router: APIRouter, backend: Backend) -> None:
-    queries = backend.queries
-
     @router.get("/incidents", response_model=a.IncidentsAnswer, responses=BAD_QUERY, tags=["incidents"])
     def list_incidents(
+        queries: Seen,
         run: Annotated[str | None, Query(pattern=RUN_ID_PATTERN)] = None,
         status: a.Status | None = None,
         verdict: Verdict | None = None,
@@ -113,7 +116,7 @@ def _add_incident_routes(router: APIRouter, backend: Backend) -> None:
         return answered(a.IncidentsAnswer(incidents=found, next_cursor=next_cursor))
 
     @router.get("/incidents/{incident}", response_model=a.IncidentDetail, responses=UNKNOWN, tags=["incidents"])
-    def get_incident(incident: Incident) -> Response:
+    def get_incident(queries: Seen, incident: Incident) -> Response:
         """Everything known of one incident: spikes, findings of all attempts, snapshots, log, words."""
         with backend.database.reading() as session:
             found = queries.incident(session, incident)
@@ -130,10 +133,10 @@ def _add_wish_routes(router: APIRouter, backend: Backend) -> None:
         responses=WISH,
         tags=["wishes"],
     )
-    def relocalize(incident: Incident, wish: a.RelocalizeWish) -> Response:
+    def relocalize(queries: Seen, viewer: By, incident: Incident, wish: a.RelocalizeWish) -> Response:
         """Ask for another localization. The same request_id twice is one wish."""
         with backend.database.reading() as session:
-            found = backend.queries.incident(session, incident)
+            found = queries.incident(session, incident)
         if found is None:
             raise no_such("incident", incident)
         request_id = wish.request_id or secrets.token_hex(8)
@@ -143,33 +146,37 @@ def _add_wish_routes(router: APIRouter, backend: Backend) -> None:
             ts=backend.clock(),
             incident_id=incident,
             request_id=request_id,
-            by=wish.by,
+            by=viewer.signed(wish.by),
         )
         key = streams.stream(found.run_id, "control")
         backend.bus.append(key, [encode(message)], length_max=streams.STREAM_LENGTH_MAX["control"])
         return answered(a.RelocalizeAnswer(incident_id=incident, request_id=request_id), 202)
 
     @router.post("/incidents/{incident}/acknowledge", response_model=a.CommentAnswer, responses=WISH, tags=["wishes"])
-    def acknowledge_incident(incident: Incident, wish: a.Acknowledgement) -> Response:
+    def acknowledge_incident(queries: Seen, viewer: By, incident: Incident, wish: a.Acknowledgement) -> Response:
         """Say that somebody looks at it. The first one counts."""
         with backend.database.writing() as session:
-            known = acknowledge(session, incident, by=wish.by, ts=backend.clock())
-        return log_of(incident, known)
+            known = queries.sees(session, incident) and acknowledge(
+                session, incident, by=viewer.signed(wish.by), ts=backend.clock()
+            )
+        return log_of(queries, incident, known)
 
     @router.post("/incidents/{incident}/comments", response_model=a.CommentAnswer, responses=WISH, tags=["wishes"])
-    def comment_incident(incident: Incident, wish: a.Comment) -> Response:
+    def comment_incident(queries: Seen, viewer: By, incident: Incident, wish: a.Comment) -> Response:
         """Add a remark to the incident's log."""
         with backend.database.writing() as session:
             key = f"comment-{secrets.token_hex(16)}"
-            known = comment(session, incident, key=key, by=wish.by, text=wish.text, ts=backend.clock())
-        return log_of(incident, known)
+            known = queries.sees(session, incident) and comment(
+                session, incident, key=key, by=viewer.signed(wish.by), text=wish.text, ts=backend.clock()
+            )
+        return log_of(queries, incident, known)
 
-    def log_of(incident: str, known: bool) -> Response:
+    def log_of(queries: Queries, incident: str, known: bool) -> Response:
         if not known:
             raise no_such("incident", incident)
         backend.on_change()
         with backend.database.reading() as session:
-            found = backend.queries.incident(session, incident)
+            found = queries.incident(session, incident)
         assert found is not None
         return answered(a.CommentAnswer(incident_id=incident, events=found.events))
 

@@ -12,6 +12,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from gradloc_reporter.answers import Problem
 from gradloc_reporter.web.api import PROBLEM_CONTENT, api_router
 from gradloc_reporter.web.backend import Backend
+from gradloc_reporter.web.gate import Gate, sign_in_router
 from gradloc_reporter.web.pages import Pages, pages_router
 from gradloc_reporter.web.problems import ProblemRaised, add_problem_handlers
 
@@ -40,9 +41,11 @@ def application(backend: Backend) -> FastAPI:
     )
     app.include_router(api_router(backend))
     app.include_router(pages_router(pages))
+    app.include_router(sign_in_router(backend.tokens, pages.sign_in, secure=backend.secure))
     app.mount("/static", StaticFiles(packages=[("gradloc_reporter.web", "static")]))
     _add_health(app, backend)
     add_problem_handlers(app, pages.error)
+    app.add_middleware(Gate, tokens=backend.tokens, queries=backend.queries)
     app.add_middleware(SecurityHeaders)
     app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
     return app
@@ -93,6 +96,8 @@ def _openapi(app: FastAPI) -> dict[str, Any]:
         schema["components"]["schemas"]["Problem"] = Problem.model_json_schema()
         for unused in ("HTTPValidationError", "ValidationError"):
             schema["components"]["schemas"].pop(unused, None)
+        schema["components"]["securitySchemes"] = {"token": {"type": "http", "scheme": "bearer"}}
+        schema["security"] = [{"token": []}, {}]  # {}: a reporter without --tokens lets everybody in
         _allow_non_finite(schema["components"]["schemas"])
         _name_problem_contents(schema)
         app.openapi_schema = schema

@@ -11,8 +11,9 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from gradloc_reporter import answers as a
 from gradloc_reporter import figures, text
 from gradloc_reporter.store import Session
+from gradloc_reporter.store.queries import Queries
 from gradloc_reporter.web import drawing
-from gradloc_reporter.web.api import Incident, Run
+from gradloc_reporter.web.api import Incident, Run, Seen
 from gradloc_reporter.web.backend import Backend
 from gradloc_reporter.web.problems import no_such
 
@@ -56,8 +57,7 @@ class Pages:
         template = self._jinja.get_template(name)
         return template.render(refresh_s=refresh_s, ago=lambda ts: ago(ts, now), **values)
 
-    def home(self) -> str:
-        queries = self._backend.queries
+    def home(self, queries: Queries) -> str:
         with self._backend.database.reading() as session:
             incidents, more = queries.incidents(session, limit=INCIDENTS_SHOWN)
             runs = queries.newest_runs(session, limit=RUNS_SHOWN)
@@ -75,8 +75,7 @@ class Pages:
             sparks=sparks,
         )
 
-    def run(self, run_id: str) -> str:
-        queries = self._backend.queries
+    def run(self, queries: Queries, run_id: str) -> str:
         with self._backend.database.reading() as session:
             run = queries.run(session, run_id)
             if run is None:
@@ -84,7 +83,7 @@ class Pages:
             steps = queries.steps(session, run_id, first=0, last=None, max_points=CHART_POINTS)
             incidents, more = queries.incidents(session, run=run_id, limit=INCIDENTS_SHOWN)
             gaps = queries.gaps(session, run_id)
-            chart = self._chart(session, steps, run_id)
+            chart = self._chart(queries, session, steps, run_id)
         return self._render(
             "run.html",
             refresh_s=LIVE_S if run.status == "running" else None,
@@ -96,7 +95,7 @@ class Pages:
             gaps=gaps,
         )
 
-    def _chart(self, session: Session, steps: a.StepsAnswer, run_id: str) -> drawing.Chart | None:
+    def _chart(self, queries: Queries, session: Session, steps: a.StepsAnswer, run_id: str) -> drawing.Chart | None:
         spikes = [
             (
                 spike.step,
@@ -104,13 +103,12 @@ class Pages:
                 f"/incidents/{incident_id}",
                 f"step {spike.step:,}: grad norm {figures.number(spike.grad_norm)}",
             )
-            for incident_id, spike in self._backend.queries.run_spikes(session, run_id)
+            for incident_id, spike in queries.run_spikes(session, run_id)
         ]
         points = [(point.step, point.grad_norm, point.limit) for point in steps.points]
         return drawing.chart(points, spikes)
 
-    def incident(self, incident_id: str) -> str:
-        queries = self._backend.queries
+    def incident(self, queries: Queries, incident_id: str) -> str:
         with self._backend.database.reading() as session:
             incident = queries.incident(session, incident_id)
             story = queries.story(session, incident_id)
@@ -143,6 +141,9 @@ class Pages:
             verdict_names=text.VERDICT_NAMES,
         )
 
+    def sign_in(self, address: str, wrong: bool) -> str:
+        return self._render("sign_in.html", refresh_s=None, address=address, wrong=wrong)
+
     def error(self, problem: a.Problem) -> str:
         return self._render("error.html", refresh_s=None, problem=problem)
 
@@ -151,16 +152,16 @@ def pages_router(pages: Pages) -> APIRouter:
     router = APIRouter(include_in_schema=False)
 
     @router.get("/")
-    def home() -> Response:
-        return _html(pages.home())
+    def home(queries: Seen) -> Response:
+        return _html(pages.home(queries))
 
     @router.get("/runs/{run}")
-    def run_page(run: Run) -> Response:
-        return _html(pages.run(run))
+    def run_page(queries: Seen, run: Run) -> Response:
+        return _html(pages.run(queries, run))
 
     @router.get("/incidents/{incident}")
-    def incident_page(incident: Incident) -> Response:
-        return _html(pages.incident(incident))
+    def incident_page(queries: Seen, incident: Incident) -> Response:
+        return _html(pages.incident(queries, incident))
 
     return router
 
