@@ -29,7 +29,7 @@ $(INSTALLED): $(REQUIREMENTS)
 	@$(PIP) install -qq --requirement requirements-dev.txt
 	@touch $@
 
-services: ## make sure that redis-server and chromium are there (tests of the real ones)
+services: ## make sure that redis-server, chromium, prometheus and alertmanager are there (tests of the real ones)
 	@bash .ci/services
 
 demo: install ## a real GRPO run, a real fault, the culprit named; 6 minutes on 2 cores
