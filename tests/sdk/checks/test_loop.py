@@ -69,6 +69,38 @@ def test_a_storm_of_findings_does_not_fill_the_disk(training, tmp_path):
     assert left_out
 
 
+def test_a_job_that_crashes_again_and_again_does_not_fill_the_disk(training, tmp_path):
+    loss_of(training[0]).backward()
+    for process in range(2 * BUNDLES_MAX):
+        Watcher(*training, folder=tmp_path).before_update(process, loss_parts={"kl": math.nan})
+    assert len(list(tmp_path.iterdir())) == BUNDLES_MAX
+
+
+def test_rewards_and_losses_may_be_tensors_or_numpy_numbers(training):
+    watcher = Watcher(*training, every=1)
+    loss = loss_of(training[0])
+    loss.backward()
+    rewards = torch.tensor([0.0, 1.0, 1.0, 0.0])
+    for given in (rewards, rewards.numpy(), list(rewards.numpy())):
+        assert watcher.before_update(1, rewards_of_batch=given, loss_parts={"policy": loss}) == ()
+    (found,) = watcher.before_update(2, rewards_of_batch=torch.tensor([0.0, math.nan]), loss_parts={"policy": loss})
+    assert (found.code, found.where["index"], watcher.num_failed) == ("reward.not-a-number", 1, 0)
+
+
+def test_a_callers_function_that_fails_does_not_reach_the_loop(training, monkeypatch):
+    monkeypatch.setenv("GRADLOC_STRICT", "0")
+    watcher = Watcher(*training, on_findings=lambda step, found: 1 / 0)
+    assert len(watcher.before_update(0, loss_parts={"kl": math.nan})) == 1 and watcher.num_failed == 1
+
+
+def test_a_batch_that_cannot_be_checked_goes_on(monkeypatch):
+    monkeypatch.setenv("GRADLOC_STRICT", "0")
+    assert CheckedCollate(lambda _: (1, 2))(None) == (1, 2)
+    monkeypatch.setenv("GRADLOC_STRICT", "1")
+    with pytest.raises(AttributeError):
+        CheckedCollate(lambda _: (1, 2))(None)
+
+
 def test_the_watcher_never_hurts_training(training, monkeypatch):
     monkeypatch.setenv("GRADLOC_STRICT", "0")
     watcher = Watcher(*training, every=1)

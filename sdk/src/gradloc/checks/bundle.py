@@ -3,7 +3,8 @@
     FOLDER/step-00000120/bundle.json           step, findings, the step's numbers as a document
     FOLDER/step-00000120/tensors.safetensors   the batch, as far as the bound allows
 
-The document has the names of `documents`, so `gradloc check LAYER FOLDER/step-...` reads a bundle again.
+Of several ranks each has its own: step-00000120-rank-3. The document has the names of `documents`, so
+`gradloc check LAYER FOLDER/step-...` reads a bundle again.
 """
 
 import json
@@ -21,7 +22,7 @@ from gradloc.checks.finding import CheckFinding, plain_number
 FORMAT = "gradloc-bundle"
 VERSION = 1
 BYTES_MAX = 256 << 20  # of one bundle's tensors
-BUNDLES_MAX = 5  # of one run: a storm must not fill the disk
+BUNDLES_MAX = 5  # in one folder, of each rank: a storm must not fill the disk
 _MANIFEST, _TENSORS = "bundle.json", "tensors.safetensors"
 # What a document reads from tensors, under its own names.
 _DOCUMENT_TENSORS = ("logp", "rollout_logp", "old_logp", "label_mask", "coefficient")
@@ -35,9 +36,10 @@ def write_bundle(
     tensors: Mapping[str, Tensor],
     *,
     bytes_max: int = BYTES_MAX,
+    rank: int | None = None,
 ) -> Path:
     """Write a bundle and give its folder. Tensors that no longer fit are named as left out. Raises OSError."""
-    home = folder / f"step-{step:08d}"
+    home = folder / f"step-{step:08d}{_suffix(rank)}"
     home.mkdir(parents=True, exist_ok=True)
     kept: dict[str, Tensor] = {}
     left_out: list[str] = []
@@ -63,6 +65,15 @@ def write_bundle(
     part.write_text(json.dumps(manifest, indent=1, allow_nan=False))
     part.rename(home / _MANIFEST)
     return home
+
+
+def num_bundles(folder: Path, rank: int | None = None) -> int:
+    """Bundles that a rank has in a folder, those of earlier processes too: a job may crash again and again."""
+    return sum(1 for _ in folder.glob(f"step-{'[0-9]' * 8}{_suffix(rank)}"))
+
+
+def _suffix(rank: int | None) -> str:
+    return "" if rank is None else f"-rank-{rank}"
 
 
 def _jsonable(value: Any) -> Any:

@@ -2,6 +2,8 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from decimal import Decimal
+from numbers import Real
 from typing import Any
 
 NAMES: Mapping[str, tuple[str, ...]] = {
@@ -55,8 +57,11 @@ def text_of(value: Any) -> str | None:
 
 
 def number_of(value: Any) -> float | None:
-    """The number that float() makes of it; None where it makes none. NaN and infinities are numbers here."""
-    if isinstance(value, int | float | str):
+    """The number that float() makes of it; None where it makes none. NaN and infinities are numbers here.
+
+    numpy's scalars are numbers.Real; Parquet has decimals.
+    """
+    if isinstance(value, Real | Decimal | str):
         try:
             return float(value)
         except (ValueError, OverflowError):

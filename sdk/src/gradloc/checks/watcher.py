@@ -6,7 +6,7 @@
     ... after optimizer.step() and zero_grad():
         findings = watcher.after_step()
 
-Never raises into the loop (GRADLOC_STRICT=1 makes it), knows no ranks: each process watches its own.
+Never raises into the loop (GRADLOC_STRICT=1 makes it). Asks nothing of other ranks: each process watches its own.
 """
 
 import logging
@@ -17,11 +17,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from gradloc.checks import batch as batches
 from gradloc.checks import gradients, losses, optimizer_state, ratios, rewards
-from gradloc.checks.bundle import BUNDLES_MAX, BYTES_MAX, write_bundle
+from gradloc.checks.bundle import BUNDLES_MAX, BYTES_MAX, num_bundles, write_bundle
 from gradloc.checks.finding import CheckFinding
 from gradloc.checks.memory import MemoryWatch
 from gradloc.norms import LayerNorms
@@ -64,14 +65,18 @@ class Watcher:
         step: int,
         *,
         batch: Mapping[str, Any] | None = None,
-        rewards_of_batch: Sequence[object] | None = None,
-        groups: Sequence[object] | None = None,
-        loss_parts: Mapping[str, float] | None = None,
+        rewards_of_batch: Sequence[object] | Tensor | None = None,
+        groups: Sequence[object] | Tensor | None = None,
+        loss_parts: Mapping[str, float | Tensor] | None = None,
         tokens: ratios.TokenBatch | None = None,
     ) -> tuple[CheckFinding, ...]:
         """Check the step. What is cheap is checked at every step, the rest at every `every`th."""
         self._step = step
-        return self._guarded(lambda: self._before_update(step, batch, rewards_of_batch, groups, loss_parts, tokens))
+        return self._guarded(
+            lambda: self._before_update(
+                step, batch, _listed(rewards_of_batch), _listed(groups), _plain(loss_parts), tokens
+            )
+        )
 
     def after_step(self) -> tuple[CheckFinding, ...]:
         """Check optimizer and memory, at every `every`th step; call it when the step's tensors are gone."""
@@ -80,17 +85,18 @@ class Watcher:
         return self._guarded(self._after_step)
 
     def _guarded(self, check: Callable[[], tuple[CheckFinding, ...]]) -> tuple[CheckFinding, ...]:
+        found: tuple[CheckFinding, ...] = ()
         try:
-            found = check()
+            with torch.no_grad():
+                found = check()
+            if found and self._on_findings is not None:
+                self._on_findings(self._step, found)
         except Exception as error:
             if os.environ.get("GRADLOC_STRICT") == "1":
                 raise
             self.num_failed += 1
             if self.num_failed == 1:
                 _log.warning("gradloc checks failed, training goes on: %s: %s", type(error).__name__, str(error)[:200])
-            return ()
-        if found and self._on_findings is not None:
-            self._on_findings(self._step, found)
         return found
 
     def _before_update(
@@ -148,7 +154,8 @@ class Watcher:
         rewards_of_batch: Sequence[object] | None,
         tokens: ratios.TokenBatch | None,
     ) -> None:
-        if self._folder is None or len(self.bundles) >= BUNDLES_MAX:
+        rank = dist.get_rank() if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1 else None
+        if self._folder is None or num_bundles(self._folder, rank) >= BUNDLES_MAX:
             return
         document: dict[str, Any] = {"grad_norm": whole, "layer_norms": dict(norms)}
         document["learning_rate"] = float(self._optimizer.param_groups[0]["lr"])
@@ -169,4 +176,16 @@ class Watcher:
                 "old_logp": tokens.old_logp_BR,
             }
             tensors |= {name: tensor for name, tensor in named.items() if tensor is not None}
-        self.bundles.append(write_bundle(self._folder, step, found, document, tensors, bytes_max=self._bytes_max))
+        home = write_bundle(self._folder, step, found, document, tensors, bytes_max=self._bytes_max, rank=rank)
+        self.bundles.append(home)
+
+
+def _listed(values: Sequence[object] | Tensor | None) -> Sequence[object] | None:
+    """A tensor's or array's numbers as a list."""
+    tolist = getattr(values, "tolist", None)
+    listed: Sequence[object] | None = tolist() if callable(tolist) else values  # type: ignore[assignment]
+    return listed
+
+
+def _plain(parts: Mapping[str, float | Tensor] | None) -> dict[str, float] | None:
+    return None if parts is None else {name: float(value) for name, value in parts.items()}
