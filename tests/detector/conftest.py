@@ -49,6 +49,7 @@ class RedisServer:
     folder: Path
     port: int = field(default_factory=free_port)
     process: "subprocess.Popen[bytes] | None" = None
+    options: Sequence[str] = ()
 
     @property
     def url(self) -> str:
@@ -56,7 +57,7 @@ class RedisServer:
 
     def start(self) -> None:
         options = ["--port", str(self.port), "--bind", "127.0.0.1", "--dir", str(self.folder), "--save", ""]
-        options += ["--appendonly", "yes", "--appendfsync", "always"]
+        options += ["--appendonly", "yes", "--appendfsync", "always", *self.options]
         with (self.folder / "redis.log").open("ab") as log:
             self.process = subprocess.Popen([_redis_binary(), *options], stdout=log, stderr=log)
         for _ in range(400):
@@ -97,6 +98,12 @@ def redis_url(shared_redis: RedisServer) -> str:
 
 
 @pytest.fixture
+def redis_server_type() -> type[RedisServer]:
+    """For a test that needs more than one, or options."""
+    return RedisServer
+
+
+@pytest.fixture
 def own_redis(tmp_path: Path) -> Iterator[RedisServer]:
     """A Redis for a test that stops or restarts it."""
     server = RedisServer(tmp_path)
@@ -132,7 +139,9 @@ class RayServer:
 
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
-                if self._is_allowed():
+                if self._is_allowed() and self.path == "/api/jobs/":
+                    self._answer(200, list(ray.jobs.values()))
+                elif self._is_allowed():
                     job = ray.jobs.get(self.path.removeprefix("/api/jobs/"))
                     self._answer(200, job) if job else self._answer(404, "Job does not exist")
 
@@ -186,7 +195,7 @@ class RayServer:
         if job in self.used:
             return 500, f"Traceback:\nValueError: Job with submission_id {job} already exists."
         self.used.add(job)
-        self.jobs[job] = {"submission_id": job, "status": "PENDING", "message": "", "entrypoint": body["entrypoint"]}
+        self.jobs[job] = {"status": "PENDING", "message": "", **body}
         return 200, {"job_id": job, "submission_id": job}
 
     def set_status(self, job: str, status: str, message: str = "") -> None:

@@ -114,6 +114,9 @@ class Nursery:
         self._process.stdin.flush()
         self._pid = int(self._process.stdout.readline())
 
+    def signal(self, number: int) -> None:
+        os.kill(self._pid, number)
+
     def kill(self) -> None:
         if self._pid:
             os.kill(self._pid, signal.SIGKILL)
@@ -172,6 +175,32 @@ def tale_of(story) -> list:
 def test_kills_at_random_moments_leave_the_same_incidents(redis_url, story):
     story.tell(*tale_of(story))
     assert killed_again_and_again(redis_url, story, num_kills=8) == story.messages()
+
+
+def test_an_owner_that_was_paused_for_longer_than_its_lease_wakes_and_writes_nothing(redis_url, story, eventually):
+    tale = tale_of(story)
+    story.tell(*tale)
+    bus, paused, heir = RedisBus(redis_url), Nursery(redis_url), Nursery(redis_url)
+    data = [codec.encode(message) for message in tale]
+    steps, incidents = streams.stream(story.run, "steps"), streams.stream(story.run, "incidents")
+    bus.append(streams.REGISTRY, data[:1], length_max=10)
+    try:
+        paused.start()
+        bus.append(steps, data[:40], length_max=100_000)
+        eventually(lambda: bus.length(incidents) > 0)
+        paused.signal(signal.SIGSTOP)
+        bus.append(steps, data[40:], length_max=100_000)
+        heir.start()
+        eventually(lambda: bus.length(incidents) == len(story.messages()))
+        before = bus.load_checkpoint(story.run)
+        paused.signal(signal.SIGCONT)
+        time.sleep(1.0)  # it wakes with what it had read before, and tries to commit and to renew
+        assert bus.load_checkpoint(story.run) == before
+        assert [codec.decode(entry.data) for entry in bus.read_last(incidents, count=1_000)] == story.messages()
+    finally:
+        paused.close()
+        heir.close()
+        bus.close()
 
 
 @pytest.mark.full

@@ -1,6 +1,8 @@
 """Dispatch over real HTTP: ids are reused, lost, refused; Ray is down and comes back; nothing doubles."""
 
 import shlex
+import time
+from dataclasses import replace
 
 import pytest
 
@@ -153,6 +155,43 @@ def test_a_refusal_is_reported(dispatcher, bus, ray_server, eventually):
     dispatcher.put(Plan(ready=(SUBMISSION,), jobs_max=1))
     eventually(lambda: statuses(bus) == ["refused"])
     assert "unknown" in reports(bus)[0].detail
+
+
+def test_the_reference_goes_by_the_environment():
+    assert JobTemplate().body(SUBMISSION)["runtime_env"] == {}
+    submission = replace(SUBMISSION, reference="file:///store/run-a/0/20")
+    assert JobTemplate().body(submission)["runtime_env"] == {"env_vars": {"GRADLOC_REFERENCE": submission.reference}}
+
+
+def test_the_cap_holds_for_all_replicas_together(bus, ray_server, eventually):
+    replicas = [Dispatcher(bus, RayJobs(ray_server.address), JobTemplate(), poll_s=0.02) for _ in range(3)]
+    for number, replica in enumerate(replicas):
+        mine = [Submission(f"run-{number}", 0, f"inc-{number}{index}", 1, "file:///x", 1.0) for index in range(4)]
+        replica.put(Plan(ready=tuple(mine), jobs_max=4))
+        replica.start()
+    try:
+        eventually(lambda: len(ray_server.jobs) == 4)
+        time.sleep(0.5)
+        assert len(ray_server.jobs) == 4
+        for job in list(ray_server.jobs)[:3]:
+            ray_server.set_status(job, "SUCCEEDED")
+        # Each tells of a posted job only once its run's states show it; a fresh plan frees the slots.
+        for number, replica in enumerate(replicas):
+            fresh = [Submission(f"run-{number}", 0, f"new-{number}{index}", 1, "file:///x", 1.0) for index in range(4)]
+            replica.put(Plan(ready=tuple(fresh), jobs_max=4))
+        eventually(lambda: len(ray_server.jobs) == 7)
+        time.sleep(0.5)
+        assert len(ray_server.jobs) == 7
+    finally:
+        for replica in replicas:
+            replica.close()
+
+
+def test_jobs_of_others_on_the_same_ray_do_not_count(dispatcher, bus, ray_server, eventually):
+    ray_server.jobs["raysubmit_x"] = {"submission_id": "raysubmit_x", "status": "RUNNING", "metadata": {"owner": "x"}}
+    ray_server.jobs["driver"] = {"submission_id": None, "status": "RUNNING", "metadata": None}
+    dispatcher.put(Plan(ready=(SUBMISSION,), jobs_max=1))
+    eventually(lambda: statuses(bus) == ["submitted"])
 
 
 def test_a_job_to_be_stopped_is_stopped_and_said_so(dispatcher, bus, ray_server, eventually):

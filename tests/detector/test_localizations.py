@@ -4,6 +4,7 @@ import pytest
 
 from gradloc_detector.plan import needs_clock, plan
 from gradloc_detector.policy import Policy
+from gradloc_proto import rules
 from gradloc_proto.messages import (
     Cost,
     Fidelity,
@@ -110,6 +111,60 @@ def test_a_snapshot_that_comes_after_the_time_out_is_used_under_a_new_attempt(st
     story.tell(*story.steps(0, 29), story.spike(30), story.tick(0.0), story.tick(400.0), story.committed(30))
     (submission,) = planned(story).ready
     assert submission.localization_attempt == 2
+
+
+def cliff(story, first=40):
+    """Steps whose reward falls off a cliff; the norm stays healthy."""
+    return [story.step(number, reward_mean=0.9 + 0.01 * (number % 3)) for number in range(first)] + [
+        story.step(number, reward_mean=0.0, snapshot=story.path(number)) for number in range(first, first + 5)
+    ]
+
+
+def test_a_fault_of_the_run_starts_no_job_asks_for_no_snapshot_and_waits_for_nothing(story):
+    story.tell(*cliff(story), *(story.committed(number) for number in range(40, 45)), story.tick(0.0), story.tick(1e6))
+    assert [flag.rule for flag in story.messages()[0].spike.flags] == ["reward-cliff"]
+    assert planned(story).ready == () and not needs_clock(story.state.book)
+    assert story.kinds() == ["incident_opened"] and story.messages("control") == []
+
+
+def test_a_spike_that_joins_a_fault_of_the_run_is_localized(story):
+    story.tell(*cliff(story), *(story.committed(number) for number in range(40, 45)), story.spike(45))
+    assert needs_clock(story.state.book)
+    story.tell(story.committed(45))
+    assert [item.snapshot for item in planned(story).ready] == [story.path(45)]
+
+
+def test_a_person_may_have_a_fault_of_the_run_localized_all_the_same(story):
+    story.tell(*cliff(story), story.committed(44))
+    story.tell(wish(story))
+    assert [item.snapshot for item in planned(story).ready] == [story.path(44)]
+    assert [item.localization_attempt for item in planned(story).ready] == [1]
+
+
+@pytest.mark.parametrize("rule", sorted(rules.RULES_OF_THE_RUN))
+def test_the_trainers_word_for_a_fault_of_the_run_starts_no_job_either(story, rule):
+    told = story.step(30, decision="snapshot", rules_hit=(rule,), snapshot=story.path(30))
+    story.tell(*story.steps(0, 29), told, story.committed(30))
+    assert story.kinds() == ["incident_opened"] and planned(story).ready == ()
+
+
+@pytest.mark.parametrize(
+    "rule", ["norm", "layer", "spread", "energy", "gain", "non-finite", "skip", "a rule of tomorrow"]
+)
+def test_a_rule_about_the_gradient_or_an_unknown_one_starts_a_job(story, rule):
+    told = story.step(30, decision="snapshot", rules_hit=(rule,), snapshot=story.path(30))
+    story.tell(*story.steps(0, 29), told, story.committed(30))
+    assert len(planned(story).ready) == 1
+
+
+def test_the_newest_healthy_reference_goes_with_the_job_and_an_older_one_changes_nothing(story):
+    references = [story.committed(step, weights="reference") for step in (20, 10)]
+    story.tell(*story.steps(0, 29), *references, story.spike(30), story.committed(30))
+    (submission,) = planned(story).ready
+    assert (submission.snapshot, submission.reference) == (story.path(30), story.path(20))
+    elsewhere = story.committed(25, weights="reference", path="file:///store/run-b/0/25")
+    story.tell(elsewhere)
+    assert len(story.rejections()) == 1 and planned(story).ready[0].reference == story.path(20)
 
 
 def test_a_job_in_flight_is_watched_and_a_finding_settles_it(spiked):

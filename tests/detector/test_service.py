@@ -15,7 +15,7 @@ from gradloc_detector.service import DetectorService, Settings
 from gradloc_proto import codec, streams
 from gradloc_proto.bus import BusUnavailable, Commit, CommitResult
 from gradloc_proto.memory_bus import MemoryBus
-from gradloc_proto.messages import LocalizationFailed, RunEnded, RunStarted, SnapshotRequested
+from gradloc_proto.messages import LocalizationFailed, RunEnded, RunStarted, SnapshotFailed, SnapshotRequested
 from gradloc_proto.redis_bus import RedisBus
 
 QUICK = Settings(
@@ -201,8 +201,9 @@ def test_a_checkpoint_that_cannot_be_read_is_folded_again_from_the_streams(bus, 
     bus.release_lease(story.run, "n")
     second = DetectorService(bus, settings=QUICK)
     turns(second)
-    # Told again under the same derived ids, which receivers drop.
-    assert len({message.key() for message in read(bus, story.run)}) == 1
+    # Told again under the same derived ids, which receivers drop; and that something was lost is told.
+    assert {message.type for message in read(bus, story.run)} == {"incident_opened", "stream_gap_noticed"}
+    assert len({message.key() for message in read(bus, story.run)}) == 2
     publish(bus, story.run, *story.steps(41, 60))
     turns(second)
     assert kinds(bus, story.run)[-1] == "incident_resolved"
@@ -353,6 +354,81 @@ def test_a_stream_that_lost_its_end_is_noticed_and_read_again(redis_url, story):
     assert "Redis lost" in read(bus, story.run)[1].reason
     service.close()
     bus.close()
+
+
+def test_a_state_that_was_lost_while_its_cursor_survived_is_folded_again_and_told(redis_url, story):
+    bus = RedisBus(redis_url)
+    publish(bus, story.run, started(story.run), *story.steps(0, 40))
+    first = DetectorService(bus, settings=QUICK)
+    turns(first)
+    first.close()
+    with redis.Redis.from_url(redis_url) as client:
+        client.delete(streams.state(story.run))
+    publish(bus, story.run, story.spike(41))
+    second = DetectorService(bus, settings=QUICK)
+    turns(second)
+    # Nothing of this is refused as "cursor-moved" for ever.
+    gap, opened = read(bus, story.run)
+    assert (gap.type, opened.type) == ("stream_gap_noticed", "incident_opened")
+    assert "state" in gap.reason and gap.last_step == 41
+    assert number_of(second, "commits_total", result="cursor-moved") is None
+    assert number_of(second, "losses_noticed_total") == 1.0
+    second.close()
+    bus.close()
+
+
+def test_a_run_that_is_over_keeps_its_keys_for_a_while_and_is_then_forgotten(redis_url, story, eventually, running):
+    bus = RedisBus(redis_url)
+    service = running(bus, settings=replace(QUICK, rest_ttl_s=2.0)).service
+    with redis.Redis.from_url(redis_url) as client:
+        publish(bus, story.run, started(story.run), *story.steps(0, 29), story.spike(30, snapshot=None))
+        failed = SnapshotFailed(run_id=story.run, ts=1.0, step=30, reason="no store")
+        publish(bus, story.run, failed, RunEnded(run_id=story.run, ts=1.0, step=30))
+        eventually(lambda: 0 < client.pttl(streams.stream(story.run, "steps")) <= 2_000)
+        assert all(client.pttl(key) > 0 for key in client.keys(f"gradloc:{{{story.run}}}:*"))
+        # Training goes on after all: nothing expires any more.
+        publish(bus, story.run, started(story.run, attempt=1), *story.steps(10, 20, attempt=1))
+        eventually(lambda: client.pttl(streams.stream(story.run, "steps")) == -1)
+        publish(bus, story.run, RunEnded(run_id=story.run, attempt=1, ts=1.0, step=20))
+        eventually(lambda: client.keys(f"gradloc:{{{story.run}}}:*") == [])
+    eventually(lambda: number_of(service, "runs") == 0.0)
+    assert number_of(service, "losses_noticed_total") == 0.0
+    bus.close()
+
+
+def test_a_silent_run_is_let_go_too_and_an_old_announcement_of_nothing_is_not_taken_up(redis_url, story, eventually):
+    bus = RedisBus(redis_url)
+    publish(bus, story.run, started(story.run), *story.steps(0, 29))
+    settings = replace(QUICK, rest_after_silence_s=0.5, rest_ttl_s=1.0)
+    service = DetectorService(bus, settings=settings)
+    with redis.Redis.from_url(redis_url) as client:
+        for _ in range(200):
+            service.turn()
+            if not client.keys(f"gradloc:{{{story.run}}}:*"):
+                break
+            time.sleep(0.02)
+        assert client.keys(f"gradloc:{{{story.run}}}:*") == []
+    later = DetectorService(bus, settings=settings)
+    turns(later)
+    assert number_of(later, "runs") == 0.0
+    later.close()
+    service.close()
+    bus.close()
+
+
+def test_a_stream_whose_writer_sets_no_bound_is_cut_once_it_is_read(bus, story):
+    publish(bus, story.run, started(story.run), *story.steps(0, 29))
+    service = DetectorService(bus, settings=QUICK)
+    turns(service)
+    key = streams.stream(story.run, "control")
+    wish = SnapshotRequested(run_id=story.run, ts=1.0, step=1, by="somebody")
+    bus.append(key, [codec.encode(wish)] * 12_000, length_max=1_000_000)
+    for _ in range(60):
+        service.turn()
+    time.sleep(QUICK.loss_check_s)
+    turns(service, 12)
+    assert bus.length(key) <= 10_200
+    service.close()
 
 
 def test_a_flushed_redis_is_noticed_and_the_run_goes_on(redis_url, story):

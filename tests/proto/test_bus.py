@@ -89,6 +89,33 @@ class TestStreams:
         rig.bus.append(key, [b"%d" % number for number in range(1, 1_000)], length_max=100)
         assert data_of(rig.bus, key, old)[-1] == b"999"
 
+    def test_a_stream_is_shortened_whatever_its_writer_did(self, rig):
+        key = rig.new_name()
+        rig.bus.append(key, [b"%d" % number for number in range(1_000)], length_max=MANY)
+        rig.bus.shorten(key, length_max=200)
+        kept = data_of(rig.other, key)
+        assert 200 <= len(kept) <= 400 and kept[-1] == b"999"  # Redis cuts whole nodes
+        rig.bus.shorten(rig.new_name(), length_max=5)
+
+    def test_what_is_kept_of_a_run_vanishes_in_time_and_only_then(self, rig):
+        run, other = rig.new_name(), rig.new_name()
+        for name in (run, other):
+            rig.bus.append(streams.stream(name, "steps"), [b"x"], length_max=MANY)
+            rig.bus.append(streams.dead_letters(name), [b"x"], length_max=MANY)
+            assert rig.bus.acquire_lease(name, "n", ttl_s=60)
+            assert rig.bus.commit(commit_of(name, "n")) is CommitResult.DONE
+        rig.bus.expire(run, ttl_s=0.3)
+        rig.bus.expire(other, ttl_s=0.3)
+        rig.bus.append(streams.stream(other, "steps"), [b"y"], length_max=MANY)
+        rig.bus.expire(other, ttl_s=None)
+        assert data_of(rig.bus, streams.stream(run, "steps")) == [b"x"]
+        rig.wait(0.4)
+        assert rig.bus.last_id(streams.stream(run, "steps")) == START
+        assert rig.bus.length(streams.dead_letters(run)) == 0
+        assert rig.bus.load_checkpoint(run) is None
+        assert data_of(rig.bus, streams.stream(other, "steps")) == [b"x", b"y"]
+        assert rig.bus.load_checkpoint(other) is not None
+
     def test_trimming_keeps_everything_from_the_id_on(self, rig):
         key = rig.new_name()
         rig.bus.append(key, [b"%d" % number for number in range(1_000)], length_max=MANY)

@@ -138,6 +138,16 @@ class TestHostileWriter:
         assert bus.last_id(key) == START  # behind the cursor: the reader must start again
         assert bus.read({key: cursor}, count=5) == {}
 
+    def test_a_lost_state_still_has_its_cursor_and_a_lost_cursor_no_state(self, bus, raw):
+        assert bus.acquire_lease("run", "n", ttl_s=60)
+        assert bus.commit(Commit("run", "n", "", "1-0", b"state")) is CommitResult.DONE
+        raw.delete(streams.state("run"))
+        assert bus.load_checkpoint("run") == Checkpoint("1-0", b"")
+        assert bus.commit(Commit("run", "n", "1-0", "2-0", b"state")) is CommitResult.DONE
+        raw.delete(streams.cursor("run"))
+        assert bus.load_checkpoint("run") is None
+        assert bus.commit(Commit("run", "n", "", "3-0", b"state")) is CommitResult.DONE
+
     def test_a_key_of_another_type_is_said_not_swallowed(self, bus, raw):
         raw.set("gradloc:string", "x")
         for call in (

@@ -155,6 +155,24 @@ def test_a_cursor_beyond_the_streams_end_reads_from_the_start(
     assert "data was lost; reading it from the start" in caplog.text
 
 
+def test_the_keys_of_a_run_that_is_over_may_expire_without_a_word(
+    kit: Any, told: Any, database: Database, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = MemoryBus()
+    kit.tell(
+        first,
+        told.started(),
+        told.step(1, 0.4),
+        m.RunEnded(run_id=told.run_id, attempt=told.attempt, ts=told.ts, step=1),
+    )
+    drain(Consumer(first, database))
+    consumer = Consumer(MemoryBus(), database)
+    with caplog.at_level(logging.WARNING):
+        drain(consumer)
+    assert consumer.consumption.rewound["steps"] <= 1  # the registry, which never expires
+    assert f"{told.run_id}" not in caplog.text
+
+
 def test_redis_going_away_costs_one_line_and_nothing_else(
     kit: Any, told: Any, redis_server: Any, start: Callable[..., Reporter], caplog: pytest.LogCaptureFixture
 ) -> None:

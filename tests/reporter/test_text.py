@@ -103,6 +103,8 @@ def test_the_status_says_where_it_stands(kit: Any) -> None:
         return tell(story(kit, **values)).status
 
     assert status() == "Waiting for localization"
+    cliff = m.Flag(rule="reward-cliff", series="reward", value=0.1, score=9.0)
+    assert status(spike=kit.Told().spike(1, flags=(cliff,))) == "Not about one step's gradient: nothing to localize"
     assert status(status="localizing", localizing=True, stage="verify", fraction=0.6) == "Localizing: verify, 60 %"
     assert "no manifest; it will be tried again" in status(status="failed", failure="no manifest.", retryable=True)
     assert status(status="resolved", resolved_step=1260, resolved_reason="calm") == "Resolved at step 1,260: calm"

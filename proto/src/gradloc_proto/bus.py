@@ -38,7 +38,10 @@ class Output:
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """State of a run's owner and the cursor up to which its streams are folded into it."""
+    """State of a run's owner and the cursor up to which its streams are folded into it.
+
+    `state` is empty where only the cursor survived: a commit must still expect that cursor.
+    """
 
     cursor: str
     state: bytes
@@ -86,6 +89,12 @@ class Bus(Protocol):
 
     def trim(self, key: str, *, before_id: str) -> None:
         """Forget entries older than `before_id`."""
+
+    def shorten(self, key: str, *, length_max: int) -> None:
+        """Cut a stream to about `length_max`, oldest first, whatever its writer did."""
+
+    def expire(self, run_id: str, *, ttl_s: float | None) -> None:
+        """Let all that is kept of a run vanish after `ttl_s`; None: keep it after all."""
 
     def acquire_lease(self, run_id: str, nonce: str, *, ttl_s: float) -> bool:
         """Take the run's lease if it is free or already ours."""

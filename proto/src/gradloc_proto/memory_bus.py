@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
 
+from gradloc_proto import streams
 from gradloc_proto.bus import START, Checkpoint, Commit, CommitResult, Entry
 
 
@@ -22,9 +23,11 @@ class MemoryBus:
         self._last: dict[str, int] = {}
         self._leases: dict[str, tuple[str, float]] = {}
         self._checkpoints: dict[str, Checkpoint] = {}
+        self._expires: dict[str, float] = {}  # by run
 
     def append(self, key: str, data: Sequence[bytes], *, length_max: int) -> None:
         with self._changed:
+            self._forget_expired()
             for item in data:
                 self._append_one(key, item, length_max)
             self._changed.notify_all()
@@ -46,6 +49,7 @@ class MemoryBus:
             return found
 
     def _read_now(self, cursors: Mapping[str, str], count: int) -> dict[str, list[Entry]]:
+        self._forget_expired()
         found = {}
         for key, cursor in cursors.items():
             entries = self._streams.get(key)
@@ -59,14 +63,17 @@ class MemoryBus:
 
     def read_last(self, key: str, *, count: int) -> list[Entry]:
         with self._changed:
+            self._forget_expired()
             return list(self._streams.get(key, ()))[-count:]
 
     def length(self, key: str) -> int:
         with self._changed:
+            self._forget_expired()
             return len(self._streams.get(key, ()))
 
     def last_id(self, key: str) -> str:
         with self._changed:
+            self._forget_expired()
             return f"{self._last[key]}-0" if key in self._last else START
 
     def trim(self, key: str, *, before_id: str) -> None:
@@ -74,6 +81,28 @@ class MemoryBus:
             entries = self._streams.get(key, deque())
             while entries and _number(entries[0].id) < _number(before_id):
                 entries.popleft()
+
+    def shorten(self, key: str, *, length_max: int) -> None:
+        with self._changed:
+            entries = self._streams.get(key, deque())
+            while len(entries) > length_max:
+                entries.popleft()
+
+    def expire(self, run_id: str, *, ttl_s: float | None) -> None:
+        with self._changed:
+            self._forget_expired()
+            if ttl_s is None:
+                self._expires.pop(run_id, None)
+            else:
+                self._expires[run_id] = self._clock() + ttl_s
+
+    def _forget_expired(self) -> None:
+        for run_id in [run_id for run_id, at in self._expires.items() if self._clock() >= at]:
+            del self._expires[run_id]
+            self._checkpoints.pop(run_id, None)
+            for key in streams.keys_of(run_id):
+                self._streams.pop(key, None)
+                self._last.pop(key, None)
 
     def acquire_lease(self, run_id: str, nonce: str, *, ttl_s: float) -> bool:
         with self._changed:
@@ -101,6 +130,7 @@ class MemoryBus:
 
     def load_checkpoint(self, run_id: str) -> Checkpoint | None:
         with self._changed:
+            self._forget_expired()
             return self._checkpoints.get(run_id)
 
     def commit(self, commit: Commit) -> CommitResult:

@@ -128,6 +128,19 @@ class RedisBus:
         with self._errors():
             self._redis.xtrim(key, minid=before_id, approximate=True)
 
+    def shorten(self, key: str, *, length_max: int) -> None:
+        with self._errors():
+            self._redis.xtrim(key, maxlen=length_max, approximate=True)
+
+    def expire(self, run_id: str, *, ttl_s: float | None) -> None:
+        with self._errors(), self._redis.pipeline(transaction=False) as pipeline:
+            for key in streams.keys_of(run_id):
+                if ttl_s is None:
+                    pipeline.persist(key)
+                else:
+                    pipeline.pexpire(key, int(ttl_s * 1000))
+            pipeline.execute()
+
     def acquire_lease(self, run_id: str, nonce: str, *, ttl_s: float) -> bool:
         with self._errors():
             return bool(self._acquire(keys=[streams.lease(run_id)], args=[nonce, int(ttl_s * 1000)]))
@@ -145,7 +158,7 @@ class RedisBus:
             state, cursor = cast(
                 "list[bytes | None]", self._redis.mget([streams.state(run_id), streams.cursor(run_id)])
             )
-        return None if cursor is None or state is None else Checkpoint(cursor.decode(), state)
+        return None if cursor is None else Checkpoint(cursor.decode(errors="replace"), state or b"")
 
     def commit(self, commit: Commit) -> CommitResult:
         keys = [streams.lease(commit.run_id), streams.state(commit.run_id), streams.cursor(commit.run_id)]

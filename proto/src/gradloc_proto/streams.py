@@ -22,7 +22,17 @@ STREAM_LENGTH_MAX: dict[StreamName, int] = {
 }
 REGISTRY_LENGTH_MAX = 100_000
 DEAD_LETTERS_LENGTH_MAX = 1_000  # enough to see what went wrong, never a leak
+# A run that is over, or silent for so long, keeps its keys for so long: the weekend, and people on leave.
+REST_AFTER_SILENCE_S = 7 * 86_400.0
+REST_TTL_S = 7 * 86_400.0
+# Stands where a run id does in the lease of who may submit jobs; no run id begins with "_".
+JOB_POOL = "_job-pool"
 LEASE_TTL_S = 15.0  # a dead owner is replaced within a quarter of the promised minute
+
+
+def keys_of(run_id: str) -> tuple[str, ...]:
+    """All that is kept of a run, but for its lease."""
+    return (*(stream(run_id, name) for name in STREAM_NAMES), dead_letters(run_id), state(run_id), cursor(run_id))
 
 
 def stream(run_id: str, name: StreamName) -> str:

@@ -31,6 +31,7 @@ from gradloc_proto.rules.judgement import (
     learn,
     limits_of,
 )
+from gradloc_proto.rules.kinds import RULES_OF_THE_RUN, is_about_gradient
 from gradloc_proto.rules.observation import Observation, observation_of
 from gradloc_proto.rules.stretch import Lesson, Renewal, Stretch, has_settled, learn_stretch, limits_in_time
 from gradloc_proto.rules.thresholds import LEVEL_FACTOR, Level, segment_limit, smallest_detectable
@@ -38,6 +39,7 @@ from gradloc_proto.rules.thresholds import LEVEL_FACTOR, Level, segment_limit, s
 __all__ = [
     "DEFAULT_SENSITIVITY",
     "LEVEL_FACTOR",
+    "RULES_OF_THE_RUN",
     "Lesson",
     "Level",
     "Observation",
@@ -48,6 +50,7 @@ __all__ = [
     "breaches",
     "dump_state",
     "has_settled",
+    "is_about_gradient",
     "judge",
     "learn",
     "learn_stretch",

@@ -17,7 +17,7 @@ from typing import Literal
 Level = Literal["step", "rank", "micro-batch", "sequence", "token"]
 
 # Measured over h sqrt(n/N) on healthy GRPO batches of a 135M model: sequences reach 2.3, tokens 2.6
-# (design.md section 6); steps by the detector's median factor; the middle levels lie between.
+# (docs/algorithm.md, "Limits of a segment"); steps by the detector's median factor; the middle levels lie between.
 LEVEL_FACTOR: dict[Level, float] = {"step": 4.0, "rank": 4.0, "micro-batch": 4.0, "sequence": 4.6, "token": 5.2}
 
 

@@ -7,10 +7,12 @@ derived, so posting one twice makes one job. Facts about Ray 2.60: docs/design.m
 
 import logging
 import re
+import secrets
 import shlex
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal
 from urllib.parse import urlsplit
@@ -38,6 +40,7 @@ _SERVER_ERRORS_MAX = 6  # of one job, with Ray otherwise well, before it counts 
 _TELL_AGAIN_S = 60.0  # a report that the states do not show by then was lost on its way
 _BACKOFF_S = (1.0, 60.0)
 _REPORTS_WAITING_MAX = 1_000
+_SUBMITTING_TTL_S = 60.0  # longer than one request to Ray may take, twice
 
 
 class RayUnavailable(ConnectionError):
@@ -80,7 +83,8 @@ class JobTemplate:
             "entrypoint": " ".join(shlex.quote(word) for word in words),
             "submission_id": job,
             "entrypoint_resources": self.resources,
-            "runtime_env": {},
+            # By the environment, which a localizer that knows nothing of it may ignore.
+            "runtime_env": {"env_vars": {"GRADLOC_REFERENCE": submission.reference}} if submission.reference else {},
             "metadata": {
                 "gradloc_run": submission.run_id,
                 "gradloc_incident": submission.incident_id,
@@ -135,6 +139,21 @@ class RayJobs:
         except (ValueError, KeyError, TypeError):
             raise JobServerError("the answer about a job is not one of Ray's Jobs API") from None
 
+    def active(self) -> frozenset[str]:
+        """Ids of our jobs that wait or run, whoever submitted them."""
+        reply = self._request("GET", "/api/jobs/")
+        try:
+            if reply.status_code != 200:
+                raise ValueError(f"HTTP {reply.status_code}: {_first_line(reply)}")
+            return frozenset(
+                str(job["submission_id"])
+                for job in reply.json()
+                if _STATUS_OF_RAY.get(job["status"]) in ("submitted", "running")
+                and "gradloc_incident" in (job.get("metadata") or {})
+            )
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise RayUnavailable(f"{self._where} does not list its jobs: {str(error)[:120]}") from None
+
     def stop(self, job: str) -> None:
         self._request("POST", f"/api/jobs/{job}/stop")
 
@@ -170,6 +189,7 @@ class Dispatcher:
         self._lock = threading.Lock()
         self._wake, self._stopping = threading.Event(), threading.Event()
         self._plan = Plan()
+        self._nonce = secrets.token_hex(16)
         # By job: when it was posted, what was last reported and when, failures and when to try again.
         self._posted: dict[str, float] = {}
         self._reported: dict[str, tuple[JobStatus, float]] = {}
@@ -228,8 +248,7 @@ class Dispatcher:
         self._posted = {job: at for job, at in self._posted.items() if job in ready and now < at + _TELL_AGAIN_S}
         self._reported = {job: said for job, said in self._reported.items() if job in ready | watched}
         self._server_errors = {job: count for job, count in self._server_errors.items() if job in ready}
-        for submission in plan.to_submit(self._posted):
-            self._submit(submission, now)
+        self._submit_within_cap(plan, now)
         for submission in plan.stop:
             self._jobs.stop(submission.submission_id)
             self._report(submission, "stopped", "ran too long", now)
@@ -240,11 +259,38 @@ class Dispatcher:
             log.info("Ray answers again")
             self.is_ray_up, self._backoff_s = True, 0.0
 
+    def _submit_within_cap(self, plan: Plan, now: float) -> None:
+        """The cap holds for the pool: one replica at a time asks Ray how many jobs there are, and submits."""
+        wanted = [
+            item
+            for item in plan.to_submit(self._posted)
+            if now >= self._server_errors.get(item.submission_id, (0, 0.0))[1]
+        ]
+        if not wanted:
+            return
+        try:
+            if not self._bus.acquire_lease(streams.JOB_POOL, self._nonce, ttl_s=_SUBMITTING_TTL_S):
+                return  # another replica's turn; the next look is soon
+            active = self._jobs.active()
+            num_free = plan.jobs_max - len(active)
+            for submission in wanted:
+                is_new = submission.submission_id not in active
+                if is_new and num_free <= 0:
+                    break
+                # Renewed before each post, so that nobody else counts while one is on its way.
+                if not self._bus.acquire_lease(streams.JOB_POOL, self._nonce, ttl_s=_SUBMITTING_TTL_S):
+                    break
+                self._submit(submission, now)
+                num_free -= is_new
+        except BusUnavailable:
+            return  # the service's own loop says so; the plan waits
+        finally:
+            with suppress(BusUnavailable):
+                self._bus.release_lease(streams.JOB_POOL, self._nonce)
+
     def _submit(self, submission: Submission, now: float) -> None:
         job = submission.submission_id
-        num_errors, not_before = self._server_errors.get(job, (0, 0.0))
-        if now < not_before:
-            return
+        num_errors, _ = self._server_errors.get(job, (0, 0.0))
         try:
             self._jobs.submit(self._template.body(submission))
         except (JobRefused, ValueError) as error:

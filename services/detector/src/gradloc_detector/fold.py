@@ -87,8 +87,8 @@ def _fold(state: DetectorState, message: Message, policy: Policy) -> tuple[Detec
     return replace(state, book=book), effects
 
 
-def loss_noticed(state: DetectorState, stream: StreamName, step: int | None = None) -> tuple[DetectorState, Effects]:
-    """A stream ends before what was read of it: Redis lost data (a restart, a failover without the last writes).
+def loss_noticed(state: DetectorState, what: str, step: int | None = None) -> tuple[DetectorState, Effects]:
+    """Redis lost data (a restart, a failover without the last writes); `what` says which.
 
     `step` is the last one known, where the state itself was lost.
     """
@@ -100,7 +100,7 @@ def loss_noticed(state: DetectorState, stream: StreamName, step: int | None = No
         ts=book.last_ts,
         first_step=step,
         last_step=step,
-        reason=f"Redis lost the end of stream {stream!r}: it was read further than it now reaches; read again",
+        reason=f"Redis lost {what}",
     )
     return state, (Emit("incidents", message),)
 
@@ -144,7 +144,17 @@ def _restarted(state: DetectorState, attempt: int, policy: Policy) -> tuple[Dete
     book, gaps = sequence.told(state.book, policy, now=True)
     book, ends = incidents.resolved(book, f"run restarted as attempt {attempt}")
     fresh = Book(run_id=book.run_id)
-    kept = ("incidents", "num_incidents", "early_snapshots", "requests", "stops", "clock", "labels", "last_ts")
+    kept = (
+        "incidents",
+        "num_incidents",
+        "early_snapshots",
+        "reference",
+        "requests",
+        "stops",
+        "clock",
+        "labels",
+        "last_ts",
+    )
     counts = ("num_repeated", "num_old_attempt", "num_rejected")
     changes: dict[str, object] = {name: getattr(book, name) for name in (*kept, *counts)}
     book = fresh.model_copy(update=changes | {"attempt": attempt})

@@ -7,7 +7,16 @@ and one who was not tell the same story. Resolving forgets nothing: a localizati
 import math
 
 from gradloc_detector.policy import INCIDENTS_KEPT_MAX, SPIKES_KEPT_MAX, Policy
-from gradloc_detector.state import IN_FLIGHT, SETTLED, Book, Effects, Emit, Incident, KeptSpike
+from gradloc_detector.state import (
+    IN_FLIGHT,
+    SETTLED,
+    Book,
+    Effects,
+    Emit,
+    Incident,
+    KeptSpike,
+    Localization,
+)
 from gradloc_proto import identities
 from gradloc_proto.messages import (
     IncidentJoined,
@@ -16,6 +25,7 @@ from gradloc_proto.messages import (
     IncidentWorsened,
     Spike,
 )
+from gradloc_proto.rules import is_about_gradient
 
 
 def open_incident(book: Book) -> Incident | None:
@@ -34,7 +44,13 @@ def struck(book: Book, spike: Spike, policy: Policy, *, score: float, is_alert: 
     early = next(
         (item for item in book.early_snapshots if (item.attempt, item.step) == (book.attempt, spike.step)), None
     )
-    kept = KeptSpike(spike_id=spike.spike_id, step=spike.step, score=score, path=early.path if early else None)
+    kept = KeptSpike(
+        spike_id=spike.spike_id,
+        step=spike.step,
+        score=score,
+        path=early.path if early else None,
+        has_gradient=is_about_gradient(spike.flags),
+    )
     incident = open_incident(book)
     if incident is None:
         return _opened(book, spike, kept, policy)
@@ -47,6 +63,9 @@ def struck(book: Book, spike: Spike, policy: Policy, *, score: float, is_alert: 
             "spikes": _kept_spikes((*incident.spikes, kept)),
         }
     )
+    if kept.has_gradient and incident.localization.phase == "unneeded":
+        waiting = incident.localization.model_copy(update={"phase": "snapshot", "since": None})
+        incident = incident.model_copy(update={"localization": waiting})
     message_type = IncidentWorsened if worsened else IncidentJoined
     message = message_type(
         run_id=book.run_id,
@@ -102,6 +121,7 @@ def _opened(book: Book, spike: Spike, kept: KeptSpike, policy: Policy) -> tuple[
         opened_step=spike.step,
         worst_score=kept.score,
         spikes=(kept,),
+        localization=Localization(phase="snapshot" if kept.has_gradient else "unneeded"),
     )
     message = IncidentOpened(
         run_id=book.run_id,
@@ -142,7 +162,7 @@ def _kept_spikes(spikes: tuple[KeptSpike, ...]) -> tuple[KeptSpike, ...]:
     """The first spike and the worst others; one whose snapshot exists is worth more than one without."""
     if len(spikes) <= SPIKES_KEPT_MAX:
         return spikes
-    least = min(spikes[1:], key=lambda spike: (spike.path is not None, _order(spike.score)))
+    least = min(spikes[1:], key=lambda spike: (spike.has_gradient, spike.path is not None, _order(spike.score)))
     return tuple(spike for spike in spikes if spike is not least)
 
 

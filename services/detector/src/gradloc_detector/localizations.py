@@ -41,11 +41,11 @@ Step = tuple[Book, Effects]
 
 
 def snapshot_committed(book: Book, message: SnapshotCommitted) -> Step:
-    if message.weights == "reference":
-        return book, ()
     fault = _path_fault(message.path, book.run_id)
     if fault is not None:
         return book, (Rejection(f"snapshot of step {message.step}: {fault}"),)
+    if message.weights == "reference":
+        return _with_reference(book, message), ()
     for incident in book.incidents:
         for spike in incident.spikes:
             if (incident.attempt, spike.step) == (message.attempt, message.step):
@@ -142,7 +142,7 @@ def wished(book: Book, message: RelocalizeRequested) -> Step:
         return _moved(book, incident, wish_waiting=True), ()
     if localization.phase == "ready":
         return _moved(book, incident, not_before=-math.inf, num_failures=0), ()
-    if _best(incident) is None:
+    if _best(incident, any_kind=True) is None:
         return _given_up(book, incident, "no-snapshot", _why_no_snapshot(incident))
     return _readied(book, incident, num_failures=0), ()
 
@@ -195,7 +195,7 @@ def _advanced(book: Book) -> Step:
             continue
         if _best(incident) is not None:
             book = _readied(book, incident, num_failures=0)
-        elif phase == "snapshot" and all(spike.failure is not None for spike in incident.spikes):
+        elif phase == "snapshot" and all(spike.failure is not None for spike in incident.spikes if spike.has_gradient):
             book, more = _given_up(book, incident, "no-snapshot", _why_no_snapshot(incident))
             effects += more
     return book, effects
@@ -203,7 +203,7 @@ def _advanced(book: Book) -> Step:
 
 def _readied(book: Book, incident: Incident, *, num_failures: int, not_before: float = -math.inf) -> Book:
     """A new attempt, about the worst spike that has a snapshot."""
-    spike = _best(incident)
+    spike = _best(incident) or _best(incident, any_kind=True)
     assert spike is not None and spike.path is not None, "only an incident with a snapshot becomes ready"
     localization = Localization(
         phase="ready",
@@ -263,6 +263,15 @@ def _moved(book: Book, incident: Incident, **changes: object) -> Book:
     return with_incident(book, incident.model_copy(update={"localization": localization}))
 
 
+def _with_reference(book: Book, message: SnapshotCommitted) -> Book:
+    """`book` that remembers the newest healthy step; an older one that comes late changes nothing."""
+    new = EarlySnapshot(attempt=message.attempt, step=message.step, path=message.path)
+    known = book.reference
+    if known is not None and (known.attempt, known.step) >= (new.attempt, new.step):
+        return book
+    return book.model_copy(update={"reference": new})
+
+
 def _with_spike(book: Book, incident: Incident, spike: KeptSpike) -> Book:
     spikes = tuple(spike if item.step == spike.step else item for item in incident.spikes)
     return with_incident(book, incident.model_copy(update={"spikes": spikes}))
@@ -283,8 +292,9 @@ def _awaited(book: Book, incident_id: str, localization_attempt: int) -> Inciden
     return incident if incident.localization.attempt == localization_attempt else None
 
 
-def _best(incident: Incident) -> KeptSpike | None:
-    with_path = [spike for spike in incident.spikes if spike.path is not None]
+def _best(incident: Incident, *, any_kind: bool = False) -> KeptSpike | None:
+    """The worst spike that can be replayed and, unless a person asked for it, is worth it."""
+    with_path = [spike for spike in incident.spikes if spike.path is not None and (spike.has_gradient or any_kind)]
     return max(with_path, key=lambda spike: spike.score) if with_path else None
 
 

@@ -29,6 +29,7 @@ log = logging.getLogger("gradloc.detector")
 STREAMS: tuple[StreamName, ...] = ("control", "steps", "findings")
 _ENTRY_ID = re.compile(r"^\d{1,20}-\d{1,20}$")
 _DEAD_LETTER_BYTES_MAX = 4_096
+_LENGTH_TOLERANCE = 1.1  # writers cut streams by whole nodes
 
 
 @dataclass(slots=True)
@@ -52,7 +53,7 @@ class OwnedRun:
         self._keys: dict[StreamName, str] = {name: streams.stream(run_id, name) for name in STREAMS}
         self._nonce = ""
         self._held: _Held | None = None
-        self._last_step_committed: int | None = None
+        self._committed: tuple[dict[StreamName, str], int | None] | None = None  # cursors and last step, by us
         self.lag_s = 0.0
 
     @property
@@ -94,16 +95,27 @@ class OwnedRun:
     def _load(self, bus: Bus) -> None:
         checkpoint = bus.load_checkpoint(self.run_id)
         state, cursors = initial_state(self.run_id), dict.fromkeys(STREAMS, START)
+        lost = None
         if checkpoint is not None:
             try:
                 state, cursors = load(checkpoint.state), _cursors(checkpoint.cursor)
             except StateRejected as error:
-                log.error("run %s: %s; folding its streams again from the start", self.run_id, error)
+                log.error("run %s: %s", self.run_id, error)
+                lost = "the detector's state; what the streams still hold is folded again"
+        elif self._committed is not None:
+            lost = "the detector's checkpoint; what the streams still hold is folded again"
+        known, step = self._committed or ({}, None)
+        if lost is None and any(_order(cursors[name]) < _order(cursor) for name, cursor in known.items()):
+            lost = (
+                "the last commits, as a replica does that was promoted without them; folded again from the one before"
+            )
         self._held = _Held(state, cursors, checkpoint.cursor if checkpoint else "", [])
-        if checkpoint is None and self._last_step_committed is not None:
-            log.error("run %s: Redis lost the checkpoint; reading what is left from the start", self.run_id)
+        if lost is not None:
+            log.error("run %s: Redis lost %s", self.run_id, lost)
             self._metrics.losses.inc()
-            self._absorb_effects("steps", *loss_noticed(state, "steps", step=self._last_step_committed))
+            self._committed = None  # told once
+            step = step if step is not None else _newest_step(bus, self._keys["steps"])
+            self._absorb_effects("steps", *loss_noticed(state, lost, step=step))
 
     # --- folding ---
 
@@ -237,7 +249,7 @@ class OwnedRun:
         match result:
             case CommitResult.DONE:
                 held.committed_cursor, held.outputs, held.num_folded = new_cursor, [], 0
-                self._last_step_committed = held.state.book.last_step
+                self._committed = dict(held.cursors), held.state.book.last_step
             case CommitResult.LEASE_LOST:
                 self._lose()
             case CommitResult.CURSOR_MOVED:
@@ -248,7 +260,7 @@ class OwnedRun:
                 raise BusUnavailable(f"run {self.run_id}: one of its keys holds a foreign type or an absurd id")
         return result
 
-    # --- loss ---
+    # --- loss, growth, rest ---
 
     def check_loss(self, bus: Bus) -> None:
         """Read a stream again from its start when it ends before our cursor: Redis lost its end."""
@@ -262,7 +274,19 @@ class OwnedRun:
             log.error("run %s: stream %s ends before what was read of it; reading it again", self.run_id, name)
             held.cursors[name] = START
             held.num_folded += 1
-            self._absorb_effects(name, *loss_noticed(held.state, name))
+            what = f"the end of stream {name!r}, which had been read further than it now reaches; it is read again"
+            self._absorb_effects(name, *loss_noticed(held.state, what))
+
+    def shorten(self, bus: Bus) -> None:
+        """Cut streams whose writers did not, where nothing in them is still to be read."""
+        held = self._held
+        if held is None:
+            return
+        for name in STREAMS:
+            key, length_max = self._keys[name], streams.STREAM_LENGTH_MAX[name]
+            if bus.length(key) > _LENGTH_TOLERANCE * length_max and held.cursors[name] == bus.last_id(key):
+                log.warning("run %s: stream %s is longer than agreed; cut to %d entries", self.run_id, name, length_max)
+                bus.shorten(key, length_max=length_max)
 
 
 def _gather(stretch: calm_steps.Stretch, entries: list[tuple[Entry, StreamName]], start: int) -> None:
@@ -276,6 +300,18 @@ def _gather(stretch: calm_steps.Stretch, entries: list[tuple[Entry, StreamName]]
 
 def _output(run_id: str, stream: StreamName, message: Message) -> Output:
     return Output(streams.stream(run_id, stream), codec.encode(message), streams.STREAM_LENGTH_MAX[stream])
+
+
+def _newest_step(bus: Bus, key: str) -> int | None:
+    """Number of the newest step that a stream holds, as far as a look at its end tells."""
+    for entry in reversed(bus.read_last(key, count=8)):
+        try:
+            message = codec.decode(entry.data)
+        except MessageRejected:
+            continue
+        if isinstance(message, StepObserved):
+            return message.step
+    return None
 
 
 def _cursors(text: str) -> dict[StreamName, str]:

@@ -18,6 +18,7 @@ class Submission:
     localization_attempt: int
     snapshot: str
     score: float
+    reference: str | None = None  # a healthy step's snapshot, to compare with
 
     @property
     def submission_id(self) -> str:
@@ -90,4 +91,5 @@ def _submission(book: Book, incident: Incident) -> Submission:
         localization_attempt=localization.attempt,
         snapshot=localization.snapshot,
         score=incident.worst_score,
+        reference=book.reference.path if book.reference is not None else None,
     )

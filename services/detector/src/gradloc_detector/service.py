@@ -14,7 +14,7 @@ from functools import partial
 
 from gradloc_detector.dispatch import Dispatcher
 from gradloc_detector.metrics import Metrics
-from gradloc_detector.owned_run import OwnedRun
+from gradloc_detector.owned_run import STREAMS, OwnedRun
 from gradloc_detector.plan import Plan, needs_clock, plan
 from gradloc_detector.policy import DEFAULT_POLICY, Policy
 from gradloc_detector.state import SETTLED, Book
@@ -24,6 +24,8 @@ from gradloc_proto.codec import MessageRejected
 from gradloc_proto.messages import RunStarted, Tick
 
 log = logging.getLogger("gradloc.detector")
+
+_CLOCK_MIN_S = 1e9  # entry ids below are no time: they were not made by a clock
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +37,8 @@ class Settings:
     tick_s: float = 2.0
     registry_s: float = 0.5
     loss_check_s: float = 30.0  # with the gap's grace this keeps the promised minute
+    rest_after_silence_s: float = streams.REST_AFTER_SILENCE_S
+    rest_ttl_s: float = streams.REST_TTL_S
     read_count: int = 256
     read_runs: int = 64  # runs per pipelined read ...
     read_runs_behind: int = 2  # ... and of those with a backlog: what is read at once must fit the cache
@@ -59,6 +63,8 @@ class _Watch:
     aside_s: float = 0.0
     aside_until: float = 0.0
     is_behind: bool = True  # until a read was not full
+    heard_at: float = 0.0
+    forget_at: float | None = None  # its keys are about to expire; None: they are kept
 
 
 class DetectorService:
@@ -168,9 +174,18 @@ class DetectorService:
                     self.metrics.rejected.labels("registry").inc()
                     log.warning("registry: rejected an entry: %s", error)
                     continue
-                if isinstance(message, RunStarted) and message.run_id not in self._watches:
+                is_known = not isinstance(message, RunStarted) or message.run_id in self._watches
+                if is_known or self._is_expired(message.run_id, entry.id):
+                    continue
+                if isinstance(message, RunStarted):
                     log.info("run %s", message.run_id)
                     self._watches[message.run_id] = _Watch(OwnedRun(message.run_id, self._policy, self.metrics))
+
+    def _is_expired(self, run_id: str, entry_id: str) -> bool:
+        """Whether an old announcement is of a run of which nothing is left."""
+        announced_s = _number(entry_id)[0] / 1000.0
+        is_old = _CLOCK_MIN_S < announced_s < self._clock() - self._settings.rest_ttl_s
+        return is_old and all(self._bus.last_id(streams.stream(run_id, name)) == START for name in STREAMS)
 
     def _lease(self, watch: _Watch, now: float) -> None:
         ttl_s = self._settings.lease_ttl_s
@@ -179,6 +194,8 @@ class DetectorService:
             return
         if watch.run.take(self._bus, ttl_s=ttl_s):
             watch.read_at = watch.loss_check_at = 0.0
+            watch.heard_at = now
+            self._keep(watch)  # whoever had it may have let it rest
 
     def _owned(self) -> Iterator[_Watch]:
         return (watch for watch in list(self._watches.values()) if watch.run.is_owned)
@@ -219,6 +236,24 @@ class DetectorService:
         if now >= watch.loss_check_at:
             watch.loss_check_at = now + self._settings.loss_check_s
             watch.run.check_loss(self._bus)
+            watch.run.shorten(self._bus)
+            self._rest(watch, now)
+
+    def _rest(self, watch: _Watch, now: float) -> None:
+        """Let the keys of a run expire that is over or silent, and forget it just before they do."""
+        settings = self._settings
+        is_at_rest = _is_over(watch.run.state.book) or now - watch.heard_at >= settings.rest_after_silence_s
+        if watch.forget_at is None and is_at_rest and not watch.is_behind:
+            self._bus.expire(watch.run.run_id, ttl_s=settings.rest_ttl_s)
+            watch.forget_at = now + settings.rest_ttl_s - 2 * settings.loss_check_s
+        if watch.forget_at is not None and now >= watch.forget_at:
+            log.info("run %s is over and forgotten", watch.run.run_id)
+            watch.run.release(self._bus)
+            del self._watches[watch.run.run_id]
+
+    def _keep(self, watch: _Watch) -> None:
+        self._bus.expire(watch.run.run_id, ttl_s=None)
+        watch.forget_at = None
 
     def _read_alone(self, watch: _Watch, found: dict[str, list[Entry]]) -> None:
         found.update(self._bus.read(watch.run.read_cursors(), count=self._settings.read_count))
@@ -227,6 +262,10 @@ class DetectorService:
         settings, run = self._settings, watch.run
         num_read = run.absorb(found, self._clock())
         watch.is_behind = num_read >= settings.read_count
+        if num_read:
+            watch.heard_at = now
+            if watch.forget_at is not None:
+                self._keep(watch)
         if num_read:
             watch.poll_s = 0.0
         else:

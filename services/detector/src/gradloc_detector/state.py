@@ -24,9 +24,10 @@ Phase = Literal[
     "finished",
     "failed",  # given up after the last attempt
     "no-snapshot",
+    "unneeded",  # nothing of it is about one step's gradient; a person may ask all the same
 ]
 IN_FLIGHT: tuple[Phase, ...] = ("submitted", "running")
-SETTLED: tuple[Phase, ...] = ("finished", "failed", "no-snapshot")
+SETTLED: tuple[Phase, ...] = ("finished", "failed", "no-snapshot", "unneeded")
 
 
 class KeptSpike(Part):
@@ -37,6 +38,7 @@ class KeptSpike(Part):
     score: float
     path: str | None = None
     failure: str | None = None
+    has_gradient: bool = True  # False: a fault of the run, which no replay of this step explains
 
 
 class Localization(Part):
@@ -76,7 +78,7 @@ class Gap(Part):
 
 
 class EarlySnapshot(Part):
-    """A snapshot whose step has not been read yet."""
+    """A snapshot of a step that is no spike, or not yet."""
 
     attempt: int
     step: int
@@ -117,6 +119,7 @@ class Book(Part):
     incidents: tuple[Incident, ...] = ()
     num_incidents: int = 0
     early_snapshots: tuple[EarlySnapshot, ...] = ()
+    reference: EarlySnapshot | None = None  # the newest healthy step that was kept for comparison
     requests: tuple[str, ...] = ()
     stops: tuple[Stop, ...] = ()
 

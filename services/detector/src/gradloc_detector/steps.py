@@ -31,7 +31,7 @@ def observed(state: DetectorState, message: StepObserved, policy: Policy) -> tup
     if flags or streak_flags:
         spike = _spike(book, message, (*flags, *streak_flags)[:FLAGS_MAX], limits)
         book, more = incidents.struck(book, spike, policy, score=spike.flags[0].score, is_alert=bool(streak_flags))
-        if own and message.decision == "go" and not book.ended:
+        if rules.is_about_gradient(own) and message.decision == "go" and not book.ended:
             # The trainer let it pass (no limits yet, or old ones): ask for what its ring still holds.
             more = (*more, Emit("control", _request(book, message.step)))
     else:

@@ -18,7 +18,7 @@ from gradloc_proto.bus import START, Bus, BusUnavailable, Entry
 from gradloc_proto.codec import MessageRejected, decode
 from gradloc_proto.messages import Message, RunStarted
 from gradloc_reporter.store import DBAPIError, OperationalError, StatementError
-from gradloc_reporter.store.cursors import CursorMoved, load_cursors, move_cursors, runs_to_read
+from gradloc_reporter.store.cursors import CursorMoved, is_over, load_cursors, move_cursors, runs_to_read
 from gradloc_reporter.store.engine import Database
 from gradloc_reporter.store.fold import ALLOWED, Fold
 
@@ -131,14 +131,23 @@ class Consumer:
     def _rewind(self, keys: dict[str, _Place]) -> None:
         """A cursor beyond its stream's end means that Redis lost data: read from the start again."""
         assert self._cursors is not None
-        for key, (_, name) in keys.items():
+        for key, (run_id, name) in keys.items():
             cursor = self._cursors.get(key, START)
-            if cursor != START and _order(cursor) > _order(self._bus.last_id(key)):
+            if cursor == START:
+                continue
+            last_id = self._bus.last_id(key)
+            if last_id == START and run_id is not None and self._is_over(run_id):
+                continue  # its keys have expired, as those of all runs do that are over
+            if _order(cursor) > _order(last_id):
                 log.warning("stream %s ends before what was read of it: data was lost; reading it from the start", key)
                 self.consumption.rewound[name] += 1
                 with self._database.writing() as session:
                     move_cursors(session, {key: (cursor, START)})
                 self._cursors[key] = START
+
+    def _is_over(self, run_id: str) -> bool:
+        with self._database.reading() as session:
+            return is_over(session, run_id)
 
     def _commit(self, batches: dict[str, list[Entry]], keys: dict[str, _Place]) -> None:
         assert self._cursors is not None

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from gradloc_proto.messages import Cause, Culprit, Finding, Flag, SequenceView, Spike
+from gradloc_proto.rules import is_about_gradient
 from gradloc_reporter.figures import factor, number, percent, token_text, visible
 
 CULPRITS_TOLD_MAX = 3
@@ -140,7 +141,8 @@ def status_text(story: Story) -> str:
     elif story.finding is not None and story.status != "resolved":
         parts.append("Located")
     elif story.status == "open":
-        parts.append("Waiting for localization")
+        is_waiting = story.spike is None or is_about_gradient(story.spike.flags)
+        parts.append("Waiting for localization" if is_waiting else "Not about one step's gradient: nothing to localize")
     if story.num_spikes > 1:
         parts.append(f"{story.num_spikes:,} spikes so far")
     if story.acknowledged_by:

@@ -30,6 +30,12 @@ def move_cursors(session: Session, moves: dict[str, tuple[str, str]]) -> None:
             raise CursorMoved(f"stream {stream} was read by another reporter")
 
 
+def is_over(session: Session, run_id: str) -> bool:
+    """Whether the run's newest attempt has ended."""
+    row = session.get(RunRow, run_id)
+    return row is not None and row.ended_attempt is not None and row.ended_attempt >= row.attempt
+
+
 def runs_to_read(session: Session, *, with_ended: bool) -> list[str]:
     """Ids of the runs that go on or wait for a finding; or of all, to look for late news of ended ones."""
     query = select(RunRow.run_id)
