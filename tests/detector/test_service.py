@@ -378,21 +378,23 @@ def test_a_state_that_was_lost_while_its_cursor_survived_is_folded_again_and_tol
 
 
 def test_a_run_that_is_over_keeps_its_keys_for_a_while_and_is_then_forgotten(redis_url, story, eventually, running):
-    bus = RedisBus(redis_url)
-    service = running(bus, settings=replace(QUICK, rest_ttl_s=2.0)).service
+    bus, steps = RedisBus(redis_url), streams.stream(story.run, "steps")
+    first = running(bus, settings=replace(QUICK, rest_ttl_s=600.0))
     with redis.Redis.from_url(redis_url) as client:
         publish(bus, story.run, started(story.run), *story.steps(0, 29), story.spike(30, snapshot=None))
         failed = SnapshotFailed(run_id=story.run, ts=1.0, step=30, reason="no store")
         publish(bus, story.run, failed, RunEnded(run_id=story.run, ts=1.0, step=30))
-        eventually(lambda: 0 < client.pttl(streams.stream(story.run, "steps")) <= 2_000)
+        eventually(lambda: client.pttl(steps) > 0, what="the keys' expiry")
         assert all(client.pttl(key) > 0 for key in client.keys(f"gradloc:{{{story.run}}}:*"))
         # Training goes on after all: nothing expires any more.
         publish(bus, story.run, started(story.run, attempt=1), *story.steps(10, 20, attempt=1))
-        eventually(lambda: client.pttl(streams.stream(story.run, "steps")) == -1)
+        eventually(lambda: client.pttl(steps) == -1, what="keeping the keys")
+        first.end()
+        second = running(bus, settings=replace(QUICK, rest_ttl_s=1.0)).service
         publish(bus, story.run, RunEnded(run_id=story.run, attempt=1, ts=1.0, step=20))
-        eventually(lambda: client.keys(f"gradloc:{{{story.run}}}:*") == [])
-    eventually(lambda: number_of(service, "runs") == 0.0)
-    assert number_of(service, "losses_noticed_total") == 0.0
+        eventually(lambda: client.keys(f"gradloc:{{{story.run}}}:*") == [], what="the end of the keys")
+    eventually(lambda: number_of(second, "runs") == 0.0, what="forgetting the run")
+    assert number_of(second, "losses_noticed_total") == 0.0
     bus.close()
 
 

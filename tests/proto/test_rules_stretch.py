@@ -118,7 +118,7 @@ def oddities(draw):
     return found
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(st.integers(0, 1_000), oddities(), st.sampled_from([1.0, 0.5, 2.0]))
 def test_whatever_happens_in_a_run_stretches_are_the_same_as_single_steps(seed, odd, scale):
     steps = run_of(seed, 240, odd)

@@ -1,12 +1,12 @@
 """The bus over Redis streams (7.0; 6.2 is the floor). The only door to redis-py.
 
 Errors of the client become BusUnavailable without the URL's password. A read asks one command per
-key, pipelined, so that keys of different slots work; a read of one key waits in the server, one of
+run, pipelined, so that keys of different slots work; a read of one key waits in the server, one of
 several keys looks again until its time is up.
 """
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import resources
 from typing import Any, cast
@@ -99,8 +99,8 @@ class RedisBus:
         # and one run's error would hide every other run that is read with it.
         found = {}
         with self._redis.pipeline(transaction=False) as pipeline:
-            for key, cursor in cursors.items():
-                pipeline.xread(cast(Any, {key: cursor}), count=count)
+            for group in _by_slot(cursors):
+                pipeline.xread(cast(Any, group), count=count)
             for reply in pipeline.execute():
                 found.update(_found(reply))
         return found
@@ -175,6 +175,15 @@ class RedisBus:
 
     def close(self) -> None:
         self._redis.close()
+
+
+def _by_slot(cursors: Mapping[str, str]) -> Iterable[dict[str, str]]:
+    """Keys that one command may name: those with the same hash tag."""
+    groups: dict[str, dict[str, str]] = {}
+    for key, cursor in cursors.items():
+        tag = key.partition("{")[2].partition("}")[0]
+        groups.setdefault(tag or key, {})[key] = cursor
+    return groups.values()
 
 
 def _text(value: Any) -> str:

@@ -32,6 +32,7 @@ _DRIFT_STEPS = 3
 _DRIFT_MIN = {RATIO: 10.0, KL: 0.05}
 SPREAD_LAYERS_MIN = 4
 _SPREAD_MIN_UNITS = 2.0 * UNITS_PER_OCTAVE
+_JUDGED = "_judged"
 
 
 @dataclass(frozen=True)
@@ -88,18 +89,26 @@ def judge(state: RunState, observation: Observation) -> tuple[Flag, ...]:
     high_S = state.series.exceeds(value_S, state.margin_S)
     if not flags and high_S.any():
         flags = _stand_out(state, observation, value_S, high_S)
-    _, slow = state.trends.after(observation, state.series, row=NORM, is_high=bool(high_S[NORM]))
+    is_high = bool(high_S[NORM])
+    trends, slow = state.trends.after(observation, state.series, row=NORM, is_high=is_high)
+    # Whoever learns from this step next need not work it out again.
+    observation.__dict__[_JUDGED] = (state, value_S, is_high, trends)
     return (*flags, *slow)
 
 
 def learn(state: RunState, observation: Observation, flags: tuple[Flag, ...]) -> RunState:
     """The state after one step, whose flags `judge` gave. What stands out teaches nothing until it has lasted."""
     state = _with_layers(state, observation.layer_names)
-    value_S = _values(state, observation)
+    judged_state, value_S, is_high, trends = observation.__dict__.pop(_JUDGED, (None, None, None, None))
+    if judged_state is not state:
+        value_S = _values(state, observation)
+        is_high = bool(value_S[NORM] > state.series.limit_S[NORM] + state.margin_S[NORM])
+        trends = None
+    if not is_high and any(flag.rule == "norm" for flag in flags):
+        is_high, trends = True, None
+    if trends is None:
+        trends, _ = state.trends.after(observation, state.series, row=NORM, is_high=is_high)
     factors = state.sensitivity
-    is_high = bool(value_S[NORM] > state.series.limit_S[NORM] + state.margin_S[NORM])
-    is_high = is_high or any(flag.rule == "norm" for flag in flags)
-    trends, _ = state.trends.after(observation, state.series, row=NORM, is_high=is_high)
     if not math.isfinite(observation.norm) or any(flag.rule == "non-finite" for flag in flags):
         return replace(state, trends=trends)
     series = state.series.after(value_S, factors, state.margin_S, is_suspect=is_high)

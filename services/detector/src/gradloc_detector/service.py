@@ -43,7 +43,7 @@ class Settings:
     read_runs: int = 64  # runs per pipelined read ...
     read_runs_behind: int = 2  # ... and of those with a backlog: what is read at once must fit the cache
     commit_every: int = 64
-    commit_every_s: float = 1.0
+    commit_every_s: float = 5.0  # of a checkpoint; what is to be told is committed at once
     poll_s: float = 0.05
     poll_idle_max_s: float = 0.5  # of a run that has been silent for a while
     poll_ended_s: float = 5.0  # a run that is over may still get wishes and findings
@@ -235,9 +235,9 @@ class DetectorService:
     def _check(self, watch: _Watch, now: float) -> None:
         if now >= watch.loss_check_at:
             watch.loss_check_at = now + self._settings.loss_check_s
+            self._rest(watch, now)  # first: keys that have expired are no loss
             watch.run.check_loss(self._bus)
             watch.run.shorten(self._bus)
-            self._rest(watch, now)
 
     def _rest(self, watch: _Watch, now: float) -> None:
         """Let the keys of a run expire that is over or silent, and forget it just before they do."""
@@ -267,7 +267,7 @@ class DetectorService:
             if watch.forget_at is not None:
                 self._keep(watch)
         if num_read:
-            watch.poll_s = 0.0
+            watch.poll_s = 0.0 if watch.is_behind else settings.poll_s
         else:
             longest_s = settings.poll_ended_s if _is_over(run.state.book) else settings.poll_idle_max_s
             watch.poll_s = min(max(settings.poll_s, watch.poll_s * 1.5), longest_s)
