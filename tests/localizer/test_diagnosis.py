@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gradloc.diagnosis import Evidence, LayerGrowth, diagnose, layer_growth
+from gradloc.localized import verdict_of
 
 NO_GROWTH = LayerGrowth({}, (), (), (), None, None)
 CALM = Evidence(
@@ -84,6 +85,65 @@ def test_a_large_coefficient_is_named_where_nothing_explains_it():
     assert names(replace(CALM, coefficient=1.0, log_ratio=9.0)) == ["token-mismatch"]
 
 
+def test_a_row_that_counts_by_its_ratio_is_a_sequence_mismatch_though_one_token_holds_the_gradient():
+    """A trainer that corrects by whole sequences scales all of a row's coefficients by the product."""
+    evidence = replace(CALM, log_ratio=0.6, sequence_log_ratio=3.2, largest_token_log_ratio_in_sequence=1.1)
+    cause = diagnose(replace(evidence, row_scale=24.7))[0]
+    assert (cause.name, cause.confidence) == ("sequence-mismatch", "high")
+    assert verdict_of("token", cause) == "sequence"
+    for scale in (1.0, 2.0, 700.0, None):
+        assert diagnose(replace(evidence, row_scale=scale))[0].confidence != "high"
+
+
+def test_ids_that_were_made_from_text_again_are_retokenization():
+    evidence = replace(CALM, log_ratio=8.8, num_other_ids=5, first_other_id=10, other_ids_same_text=True)
+    assert names(evidence)[0] == "retokenization"
+    assert names(replace(evidence, other_ids_same_text=False))[0] == "alignment"
+    assert names(replace(evidence, log_ratio=0.1)) == ["unknown"], "other ids that do no harm"
+    assert names(replace(evidence, num_other_ids=0))[0] == "token-mismatch"
+
+
+def test_log_odds_that_are_all_larger_are_another_temperature():
+    evidence = replace(CALM, log_ratio=9.0, sharpness=1.7, sharpness_scatter=0.2)
+    cause = diagnose(evidence)[0]
+    assert (cause.name, cause.confidence) == ("systematic-mismatch", "high")
+    assert cause.evidence["temperature"] == pytest.approx(1 / 1.7)
+    assert verdict_of("token", cause) == "batch-wide"
+    for slope, scatter in ((1.02, 0.01), (1.3, 0.9), (None, None), (math.nan, math.nan), (-2.0, 0.1), (0.0, 0.0)):
+        assert names(replace(evidence, sharpness=slope, sharpness_scatter=scatter))[0] == "token-mismatch"
+
+
+def test_a_rank_that_holds_another_gradient_is_hardware_only_where_nothing_was_reproduced():
+    evidence = replace(CALM, kind="not-reproduced", num_culprits=0, odd_rank=3, odd_rank_norm=8.8e35)
+    cause = diagnose(evidence)[0]
+    assert (cause.name, cause.confidence, cause.evidence["rank"]) == ("hardware", "high", 3.0)
+    assert names(replace(evidence, odd_rank=None)) == ["not-reproduced"]
+    assert "hardware" not in names(replace(evidence, kind="token", num_culprits=1))
+
+
+def test_a_learning_rate_far_above_the_usual_explains_what_no_token_does():
+    rates = {"metrics": {"lr": 4e-3}, "metrics_usual": {"lr": 1e-4}}
+    wide = replace(CALM, kind="batch-wide", num_culprits=0, **rates)
+    cause = diagnose(wide)[0]
+    assert (cause.name, cause.evidence["lr_usual"]) == ("learning-rate", 1e-4)
+    assert names(replace(wide, metrics={"lr": 2e-4})) == ["batch-wide"]
+    assert names(replace(wide, metrics_usual={})) == ["batch-wide"]
+    few = replace(wide, kind="token", num_culprits=2, log_ratio=4.0)
+    assert names(replace(few, median_log_ratio_size=0.01))[0] == "token-mismatch", "one token out of line"
+    cause = diagnose(replace(few, median_log_ratio_size=0.4))[0]
+    assert (cause.name, verdict_of("token", cause)) == ("learning-rate", "batch-wide")
+
+
+@pytest.mark.parametrize(("now", "confidence"), [(0.12, "high"), (0.35, "medium"), (0.5, None), (-0.3, "high")])
+def test_rewards_that_fell_are_named_where_no_token_is_to_blame(now, confidence):
+    evidence = replace(
+        CALM, kind="batch-wide", num_culprits=0, metrics={"reward_mean": now}, metrics_usual={"reward_mean": 0.65}
+    )
+    found = {cause.name: cause.confidence for cause in diagnose(evidence)}
+    assert found.get("reward-drop") == confidence
+    assert "reward-drop" not in names(replace(evidence, kind="token"))
+
+
 def growth_of(factors):
     healthy = {"embedding": 0.1, "head": 0.2, "norm": 0.01}
     healthy |= {f"layers.{i}.{kind}": 0.1 for i in range(6) for kind in ("attention", "mlp", "norm")}
@@ -139,10 +199,31 @@ maybe = st.one_of(st.none(), st.floats(allow_nan=True, allow_infinity=True))
     rms=maybe,
     logp=maybe,
     coefficient=maybe,
+    scale=maybe,
+    sharpness=maybe,
+    scatter=maybe,
+    size=maybe,
+    now=maybe,
+    usual=maybe,
     kind=st.sampled_from(["token", "sequence", "batch-wide", "not-reproduced", "inconclusive", "accounting"]),
 )
 def test_any_numbers_give_a_diagnosis(
-    log_ratio, total, largest, median, advantage, median_advantage, rms, logp, coefficient, kind
+    log_ratio,
+    total,
+    largest,
+    median,
+    advantage,
+    median_advantage,
+    rms,
+    logp,
+    coefficient,
+    scale,
+    sharpness,
+    scatter,
+    size,
+    now,
+    usual,
+    kind,
 ):
     evidence = replace(
         CALM,
@@ -156,6 +237,15 @@ def test_any_numbers_give_a_diagnosis(
         residual_rms_ratio=rms,
         logp=logp,
         coefficient=coefficient,
+        row_scale=scale,
+        sharpness=sharpness,
+        sharpness_scatter=scatter,
+        median_log_ratio_size=size,
+        num_other_ids=1,
+        odd_rank=1,
+        odd_rank_norm=now,
+        metrics={} if now is None else {"lr": now, "reward_mean": now},
+        metrics_usual={} if usual is None else {"lr": usual, "reward_mean": usual},
     )
     causes = diagnose(evidence)
     assert causes

@@ -7,9 +7,10 @@ import pytest
 import torch
 
 from gradloc.demo import task
+from gradloc.demo.envelope import CHECKPOINT, WEIGHTS
 from gradloc.demo.model import load_weights, new_model, save_weights
 from gradloc.demo.moment import Moment
-from gradloc.demo.pretraining import pretrained
+from gradloc.demo.pretraining import CHECKPOINT_STEP, pretrained
 from gradloc.demo.rollout import InferenceCopy
 from gradloc.demo.settings import GROUP_SIZE, GROUPS_PER_RANK
 
@@ -24,9 +25,20 @@ def _one_thread() -> None:
 @pytest.fixture(scope="session")
 def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Weights after the supervised training that precedes GRPO."""
-    path = tmp_path_factory.mktemp("policy") / "weights.safetensors"
-    save_weights(pretrained(SEED), path)
+    path = tmp_path_factory.mktemp("policy") / WEIGHTS
+
+    def keep(step: int, model) -> None:
+        if step == CHECKPOINT_STEP:
+            save_weights(model, path.with_name(CHECKPOINT))
+
+    save_weights(pretrained(SEED, keep), path)
     return path
+
+
+@pytest.fixture
+def checkpoint(weights: Path) -> Path:
+    """The policy's state of long before."""
+    return weights.with_name(CHECKPOINT)
 
 
 @pytest.fixture

@@ -7,9 +7,10 @@ import torch
 
 from gradloc.demo import testimony
 from gradloc.demo.grpo import advantages, token_losses
-from gradloc.demo.judge import products, truth_of
+from gradloc.demo.judge import products, truth_of, verdict_on
 from gradloc.demo.model import response_logp
 from gradloc.demo.settings import GROUP_SIZE, rewards_of
+from gradloc.demo.task import PROMPT_LENGTH
 
 
 def micro_batches(moment, num_parts: int = 2) -> list[dict[str, torch.Tensor]]:
@@ -68,6 +69,64 @@ def test_the_judge_names_the_token_whose_weight_is_wrong(moment, tmp_path: Path)
     assert truth.place == (1, 0, row, prompt_length + at)
     assert truth.share > 0.9 > truth.runner_up_share
     assert truth.sum_of_shares == pytest.approx(1.0, abs=1e-3)
+
+
+def keep(folder: Path, model, parts: list[dict[str, torch.Tensor]], **planted: object) -> testimony.Testimony:
+    """The parts as two ranks' testimony, read again."""
+    testimony.write_batch(folder, 0, [parts[0]])
+    testimony.write_batch(folder, 1, [parts[1]])
+    testimony.write_weights(folder, model)
+    testimony.write_planted(folder, {"step": 25, **planted})
+    kept = testimony.read(folder, 2)
+    assert kept is not None
+    return kept
+
+
+def learnt_places(part: dict[str, torch.Tensor]) -> list[list[int]]:
+    learnt_BR = (part["advantage_B"].abs() > 0.5)[:, None] & part["mask_BR"] & (part["old_logp_BR"] < -0.5)
+    return torch.nonzero(learnt_BR).tolist()
+
+
+def test_of_two_culprits_the_second_is_the_largest_of_what_the_first_leaves(moment, tmp_path: Path):
+    parts = micro_batches(moment)
+    places = []
+    for rank, part in enumerate(parts):
+        row, at = learnt_places(part)[0]
+        part["rollout_logp_BR"] = part["rollout_logp_BR"].clone()
+        part["rollout_logp_BR"][row, at] -= 9.0 if rank else 6.0
+        places.append({"rank": rank, "micro_batch": 0, "sequence": row, "token": PROMPT_LENGTH + at})
+    document = verdict_on(keep(tmp_path, moment.model, parts, kind="tokens"))
+    assert document["tokens"] == [places[1], places[0]]
+
+
+def test_a_sequence_is_judged_by_the_sum_of_its_tokens_under_the_runs_own_loss(moment, tmp_path: Path):
+    parts = micro_batches(moment)
+    row, _ = learnt_places(parts[0])[0]
+    parts[0]["rollout_logp_BR"] = parts[0]["rollout_logp_BR"].clone()
+    parts[0]["rollout_logp_BR"][row] -= 0.5
+    document = verdict_on(keep(tmp_path, moment.model, parts, kind="sequence", by_sequence=True))
+    assert (document["rank"], document["micro_batch"], document["sequence"]) == (0, 0, row)
+    assert document["share"] > 0.7 > document["runner_up_share"]
+    assert "token" not in document
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_a_loss_that_is_not_finite_at_one_token_names_that_token(moment, tmp_path: Path, masked: bool):
+    parts = micro_batches(moment)
+    places = torch.nonzero(~parts[1]["mask_BR"]).tolist() if masked else learnt_places(parts[1])
+    row, at = places[0]
+    name, value = ("old_logp_BR", torch.nan) if masked else ("rollout_logp_BR", -torch.inf)
+    parts[1][name] = parts[1][name].clone()
+    parts[1][name][row, at] = value
+    document = verdict_on(keep(tmp_path, moment.model, parts, kind="non-finite"))
+    assert document == {"step": 25, "rank": 1, "micro_batch": 0, "sequence": row, "token": PROMPT_LENGTH + at}
+
+
+def test_where_nobody_is_to_blame_the_judge_names_nobody(moment, tmp_path: Path):
+    kept = keep(tmp_path, moment.model, micro_batches(moment), kind="no token")
+    assert verdict_on(kept) == {"step": 25}
+    kept = keep(tmp_path, moment.model, micro_batches(moment), kind="rank", rank=1)
+    assert verdict_on(kept) == {"step": 25, "rank": 1}
 
 
 def test_without_a_fault_there_is_nothing_to_judge(tmp_path: Path):

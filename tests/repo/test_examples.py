@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 REPOSITORY = Path(__file__).resolve().parents[2]
+NUMBER = re.compile(r"\d+(\.\d+)?(e[+-]?\d+)?")
 BENCHMARKS = sorted(path.name for path in (REPOSITORY / "benchmarks").glob("*.py"))
 
 
@@ -44,6 +46,17 @@ def test_the_plain_loop_trains_on_where_no_redis_answers(repository: Path):
     )
     assert result.returncode == 0, result.stderr
     assert "5 steps" in result.stdout
+
+
+def test_the_readmes_own_loop_runs_as_it_stands_and_prints_what_the_readme_says(repository: Path, tmp_path: Path):
+    section = (repository / "README.md").read_text().split("### A spike explained in your own loop", maxsplit=1)[1]
+    program, printed = re.findall(r"^```(?:python)?\n(.*?)^```$", section, re.MULTILINE | re.DOTALL)[:2]
+    (tmp_path / "loop.py").write_text(program)
+    result = run(tmp_path, "loop.py")
+    assert result.returncode == 0, result.stderr
+    assert "sequence 5 token 8" in result.stdout
+    # Another machine may round differently; the words are the same.
+    assert NUMBER.sub("#", result.stdout) == NUMBER.sub("#", printed)
 
 
 @pytest.mark.parametrize("name", BENCHMARKS)

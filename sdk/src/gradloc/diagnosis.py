@@ -15,7 +15,13 @@ LOG_RATIO_MISMATCH = math.log(5.0)  # TokenClip's upper bound: what it would hav
 LOG_RATIO_CERTAIN = math.log(20.0)  # a truthful logp gets here once in twenty tokens at most
 LOG_RATIO_CALM = math.log(2.0)
 SEQUENCE_LOG_RATIO_MISMATCH = math.log(2.0)
-BIAS_LOG_RATIO = 0.1  # median over the batch: not a token, a setting (temperature, mask, positions)
+BIAS_LOG_RATIO = 0.1  # median over the batch: not a token, a setting (mask, positions, weights)
+SHARPNESS = 1.2  # log-odds of all tokens larger or smaller by so much: another temperature
+ROW_SCALE_MATERIAL = 3.0  # all tokens of a row count so many times the usual
+ROW_SCALE_AGREES = 2.0  # factor between that and the ratio of the whole sequence
+RATE_MATERIAL = 5.0  # of the learning rate over the usual one
+REWARD_FELL = 0.6  # of the usual reward
+REWARD_FELL_FAR = 0.4
 ADVANTAGE_OUTLIER = 8.0  # times the batch's median; a group of 64 cannot exceed 7.9 by normalising
 ADVANTAGE_CERTAIN = 50.0
 COEFFICIENT_OUTLIER = 10.0
@@ -58,6 +64,7 @@ class Evidence:
     sequence_log_ratio: float | None = None
     largest_token_log_ratio_in_sequence: float | None = None
     median_log_ratio: float | None = None
+    median_log_ratio_size: float | None = None
     coefficient: float | None = None
     median_coefficient: float | None = None
     logp: float | None = None
@@ -67,6 +74,16 @@ class Evidence:
     in_mask: bool = True
     residual_rms_ratio: float | None = None
     residual_block: str | None = None
+    row_scale: float | None = None
+    num_other_ids: int = 0
+    first_other_id: int | None = None
+    other_ids_same_text: bool | None = None
+    sharpness: float | None = None
+    sharpness_scatter: float | None = None
+    odd_rank: int | None = None
+    odd_rank_norm: float | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    metrics_usual: Mapping[str, float] = field(default_factory=dict)
     details: dict[str, float | str | None] = field(default_factory=dict)
 
 
@@ -113,13 +130,18 @@ def diagnose(evidence: Evidence) -> tuple[Cause, ...]:
     found = [
         cause
         for cause in (
+            _hardware(evidence),
             _mask_fault(evidence),
+            _learning_rate(evidence),
+            _other_temperature(evidence),
             _layer_heterogeneity(evidence),
+            _other_ids(evidence),
             _token_mismatch(evidence),
             _advantage_outlier(evidence),
             _sequence_mismatch(evidence),
             _batch_bias(evidence),
             _unnormalised_loss(evidence),
+            _reward_drop(evidence),
             _rare_token(evidence),
         )
         if cause is not None
@@ -199,11 +221,20 @@ def _sequence_mismatch(evidence: Evidence) -> Cause | None:
         return None
     if not abs(total) >= SEQUENCE_LOG_RATIO_MISMATCH or largest >= LOG_RATIO_MISMATCH:
         return None
+    scale = evidence.row_scale
+    agrees = (
+        scale is not None and scale >= ROW_SCALE_MATERIAL and abs(math.log(scale) - total) <= math.log(ROW_SCALE_AGREES)
+    )
     return Cause(
         name="sequence-mismatch",
-        confidence="medium" if evidence.kind == "sequence" else "low",
+        confidence="high" if agrees else "medium" if evidence.kind == "sequence" else "low",
         summary=f"type A.2: every token harmless, but their ratios add up (sequence IS ratio {_exp(total):.3g})",
-        evidence={"sequence_log_ratio": total, "ratio": _exp(total), "largest_token_log_ratio": largest},
+        evidence={
+            "sequence_log_ratio": total,
+            "ratio": _exp(total),
+            "largest_token_log_ratio": largest,
+            "row_scale": scale,
+        },
     )
 
 
@@ -218,6 +249,92 @@ def _advantage_outlier(evidence: Evidence) -> Cause | None:
         confidence="high" if times >= ADVANTAGE_CERTAIN else "medium",
         summary=f"advantage {evidence.advantage:.3g} is {times:.3g} times the batch's median: look at the reward",
         evidence={"advantage": evidence.advantage, "median_advantage": evidence.median_advantage},
+    )
+
+
+def _other_ids(evidence: Evidence) -> Cause | None:
+    """A ratio between two tokens: what was trained on is not what was sampled and scored."""
+    if not evidence.num_other_ids or evidence.num_culprits == 0 or _is_calm(evidence):
+        return None
+    same = bool(evidence.other_ids_same_text)
+    what = (
+        "retokenization: the answer's text was encoded again, to other ids"
+        if same
+        else "the trained ids are not the sampled ones"
+    )
+    return Cause(
+        name="retokenization" if same else "alignment",
+        confidence="high",
+        summary=f"{what} ({evidence.num_other_ids} up to this token, the first at {evidence.first_other_id}); reported "
+        "log-probabilities belong to others. Train on the ids that were sampled",
+        evidence={
+            "num_other_ids": float(evidence.num_other_ids),
+            "first_other_id": None if evidence.first_other_id is None else float(evidence.first_other_id),
+            "log_ratio": evidence.log_ratio,
+        },
+    )
+
+
+def _other_temperature(evidence: Evidence) -> Cause | None:
+    slope, scatter = evidence.sharpness, evidence.sharpness_scatter
+    if slope is None or scatter is None or not slope > 0 or not abs(math.log(slope)) >= math.log(SHARPNESS):
+        return None
+    # A copy that is merely inexact scatters around a quotient of one.
+    if not scatter <= abs(math.log(slope)):
+        return None
+    return Cause(
+        name="systematic-mismatch",
+        confidence="high",
+        summary=f"reported log-probabilities are those of temperature {1 / slope:.2g} times the trainer's, of all "
+        "tokens: let the sampler report them at the temperature it samples with",
+        evidence={"temperature": 1 / slope, "scatter": scatter, "median_log_ratio": evidence.median_log_ratio},
+    )
+
+
+def _hardware(evidence: Evidence) -> Cause | None:
+    if evidence.kind != "not-reproduced" or evidence.odd_rank is None or evidence.odd_rank_norm is None:
+        return None
+    return Cause(
+        name="hardware",
+        confidence="high",
+        summary=f"rank {evidence.odd_rank} holds another gradient (norm {evidence.odd_rank_norm:.3g}) than its peers "
+        "and the replay: its memory or arithmetic failed; take the machine out and test it",
+        evidence={
+            "rank": float(evidence.odd_rank),
+            "rank_norm": evidence.odd_rank_norm,
+            "replayed_norm": evidence.norm,
+        },
+    )
+
+
+def _learning_rate(evidence: Evidence) -> Cause | None:
+    now, usual = evidence.metrics.get("lr"), evidence.metrics_usual.get("lr")
+    if now is None or usual is None or not usual > 0 or not now >= RATE_MATERIAL * usual:
+        return None
+    spread = evidence.median_log_ratio_size
+    if evidence.kind != "batch-wide" and not (
+        evidence.kind in ("token", "sequence") and spread and spread >= BIAS_LOG_RATIO
+    ):
+        return None  # one token out of line in a batch that is not: the rate did not do that
+    return Cause(
+        name="learning-rate",
+        confidence="high",
+        summary=f"the learning rate is {now:.2g}, {now / usual:.3g} times the usual {usual:.2g}: updates overshoot; "
+        "set it back and go on from a checkpoint of before",
+        evidence={"lr": now, "lr_usual": usual, "median_log_ratio_size": spread},
+    )
+
+
+def _reward_drop(evidence: Evidence) -> Cause | None:
+    now, usual = evidence.metrics.get("reward_mean"), evidence.metrics_usual.get("reward_mean")
+    if now is None or usual is None or not usual > 0 or evidence.kind != "batch-wide" or not now <= REWARD_FELL * usual:
+        return None
+    return Cause(
+        name="reward-drop",
+        confidence="high" if now <= REWARD_FELL_FAR * usual else "medium",
+        summary=f"the mean reward is {now:.2g} where {usual:.2g} was usual, and no token is out of line: look at the "
+        "verifier and the solutions it compares with",
+        evidence={"reward_mean": now, "reward_mean_usual": usual},
     )
 
 

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from gradloc.culprits import CulpritSet, Scene
+from gradloc.culprits import CulpritSet, Scene, places_of
 from gradloc.diagnosis import LayerGrowth, diagnose, layer_growth
 from gradloc.evidence import evidence_of
 from gradloc.exhibits import Exhibits, Texts, rounded, show
@@ -124,8 +124,18 @@ def _finding(
         growth = layer_growth(scene.gradient.layer_norms, found.without.layer_norms)
     shown = show(scene, order.texts, sizes, found, search.exact or {}, search.attribution)
     num_culprits = 0 if found is None else len(found.rows) or len(found.places)
-    causes = diagnose(evidence_of(scene, limit, search.kind, shown, growth, num_culprits))
+    evidence = evidence_of(scene, limit, search.kind, shown, growth, num_culprits, facts=facts, texts=order.texts)
+    causes = diagnose(evidence)
     verdict = verdict_of(search.kind, causes[0])
+    if verdict == "sequence" and search.kind == "token" and found is not None:
+        rows = _whole_rows(scene, found, limit)
+        if rows.holds:
+            found, num_culprits = rows, len(rows.rows)
+            shown = show(scene, order.texts, sizes, found, search.exact or {}, search.attribution)
+        else:
+            verdict = "token"
+    elif verdict == "batch-wide" and found is not None:
+        found, shown = None, replace(shown, culprits=(), share=None)
     certificate = None if found is None else _certificate(scene.gradient.norm, limit, found, num_culprits)
     return Finding(
         verdict=verdict,
@@ -148,6 +158,14 @@ def _finding(
         shares_by_sequence=shown.by_sequence,
         cost=Cost(steps=0.0),
     )
+
+
+def _whole_rows(scene: Scene, found: CulpritSet, limit: float) -> CulpritSet:
+    """The rows of the culprits as the culprits."""
+    rows = tuple(dict.fromkeys(place[:2] for place in found.places))
+    places = tuple(place for row in rows for place in places_of(scene, row))
+    without = scene.under(masked(scene.coefficients, places)).gradient
+    return replace(found, places=places, without=without, holds=without.norm <= limit, rows=rows)
 
 
 def _certificate(norm: float, limit: float, found: CulpritSet, num_culprits: int) -> Certificate:

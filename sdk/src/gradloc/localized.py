@@ -12,6 +12,14 @@ def verdict_of(kind: str, cause: Cause) -> Verdict:
         return "mask"
     if cause.name == "layer-heterogeneity" and cause.confidence != "low" and kind in ("token", "sequence"):
         return "layer"
+    if cause.name in ("sequence-mismatch", "advantage-outlier") and cause.confidence == "high" and kind == "token":
+        return "sequence"  # what is wrong is the row's, though one of its tokens has most of the gradient
+    if (
+        cause.name in ("systematic-mismatch", "learning-rate")
+        and cause.confidence == "high"
+        and kind in ("token", "sequence")
+    ):
+        return "batch-wide"  # what is wrong is every token's, though a few of them have most of the gradient
     if cause.name == "unnormalised-loss":
         return "accounting"
     return cast(Verdict, kind)

@@ -16,9 +16,9 @@ import torch.distributed as dist
 
 from gradloc.demo.grpo import advantages, token_losses
 from gradloc.demo.model import response_logp
-from gradloc.demo.moment import Deed, Moment, PlannedFault
+from gradloc.demo.moment import Deed, Moment, PlannedFault, place_of
 from gradloc.demo.rollout import Rollouts
-from gradloc.demo.settings import GROUP_SIZE, NUM_MICRO_BATCHES, rewards_of
+from gradloc.demo.settings import GROUP_SIZE, rewards_of
 from gradloc.demo.task import PROMPT_LENGTH, RARE_IDS
 
 NUM_BLOCKS = 2  # the stream cancels after so many
@@ -140,11 +140,8 @@ class LayerExplosion(PlannedFault):
         for rollouts in moment.copy.resume(moment.rollouts, row, at, token_id, CONTINUATIONS):
             effect = _effect(scratch, rollouts, row, norm_min=GROWTH_MIN * moment.healthy_norm)
             if effect is not None and abs(effect.log_ratio) <= LOG_RATIO_MAX and SHARE_MIN <= effect.share <= SHARE_MAX:
-                num_rows = len(rollouts.problems) // NUM_MICRO_BATCHES
                 planted = {
-                    "micro_batch": row // num_rows,
-                    "sequence": row % num_rows,
-                    "token": PROMPT_LENGTH + effect.worst_at,
+                    **place_of(row, len(rollouts.problems), effect.worst_at),
                     "position": PROMPT_LENGTH + at,
                     "layers": list(range(NUM_BLOCKS)),
                     "log_ratio": effect.log_ratio,

@@ -1,10 +1,13 @@
 """`gradloc demo`: a real GRPO run on this machine, a real fault, and the services that find it."""
 
+import contextlib
 import json
 import shutil
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,18 +18,28 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 from rich.table import Table
 from rich.text import Text
 
-from gradloc.demo.envelope import FAULT_NAMES
-from gradloc.demo.performance import Script, Told, perform
-from gradloc.demo.review import review
+from gradloc.demo.envelope import ANSWERS, FAULT_NAMES
+from gradloc.demo.performance import House, Script, Told, opened, perform, staged
+from gradloc.demo.review import in_short, review
 from gradloc.workstation.processes import StartFailed, interruptible
-
-NUM_STEPS = 60
 
 
 @click.command(name="demo")
-@click.option("--fault", default="token-mismatch", show_default=True, help=f"One of {', '.join(FAULT_NAMES)}.")
+@click.option(
+    "--fault",
+    "faults",
+    multiple=True,
+    help=f"One of {', '.join(FAULT_NAMES)}; token-mismatch if not given. Several are played one after the other.",
+)
+@click.option("--all", "is_all", is_flag=True, help="Play every fault, one after the other, and show a table.")
 @click.option("--seed", type=click.IntRange(0, 10**6), default=1, show_default=True, help="Chooses data and place.")
-@click.option("--steps", "num_steps", type=click.IntRange(40, 10_000), default=NUM_STEPS, show_default=True)
+@click.option(
+    "--steps",
+    "num_steps",
+    type=click.IntRange(40, 10_000),
+    default=None,
+    help="Of training; what the fault needs if not given.",
+)
 @click.option("--strategy", type=click.Choice(["attribution", "bisect"]), default="attribution", show_default=True)
 @click.option(
     "--kill-redis-at-step",
@@ -39,9 +52,10 @@ NUM_STEPS = 60
 @click.option("--keep", is_flag=True, help="Leave the services up to look around, until Ctrl-C.")
 @click.option("--json", "as_json", is_flag=True, help="The last line is one JSON object.")
 def demo(
-    fault: str,
+    faults: tuple[str, ...],
+    is_all: bool,
     seed: int,
-    num_steps: int,
+    num_steps: int | None,
     strategy: Literal["attribution", "bisect"],
     kill_redis_at_step: int | None,
     keep: bool,
@@ -50,18 +64,31 @@ def demo(
     """Train a small transformer with GRPO, let a fault strike, and find the token that did it.
 
     Redis, detector, Ray job, reporter and a Slack-compatible endpoint run for real on this machine.
-    Exit code 0: the truth was found (with --fault none: nothing was); 1: it was not; 2: bad input.
+    Exit code 0: the truth was found (with --fault none: nothing was; with several or --all: of every one);
+    1: it was not; 2: bad input.
     """
-    if fault not in FAULT_NAMES:
-        raise click.UsageError(f"unknown fault {fault!r}; expected one of {', '.join(FAULT_NAMES)}")
-    if kill_redis_at_step is not None and kill_redis_at_step >= num_steps:
-        raise click.UsageError(f"--kill-redis-at-step {kill_redis_at_step} is beyond the last of {num_steps} steps")
-    script = Script(fault, seed, num_steps, strategy, kill_redis_at_step)
+    unknown = [fault for fault in faults if fault not in FAULT_NAMES]
+    if unknown:
+        raise click.UsageError(f"unknown fault {unknown[0]!r}; expected one of {', '.join(FAULT_NAMES)}")
+    if is_all and faults:
+        raise click.UsageError("--all plays every fault; leave out --fault, or name those you want")
+    faults = FAULT_NAMES if is_all else faults or FAULT_NAMES[:1]
+    is_one = len(faults) == 1
+    if not is_one and (kill_redis_at_step is not None or keep):
+        raise click.UsageError("--kill-redis-at-step and --keep are for one fault; several share their services")
+    script = Script(faults[0], seed, num_steps or ANSWERS[faults[0]].num_steps, strategy, kill_redis_at_step)
+    if kill_redis_at_step is not None and kill_redis_at_step >= script.num_steps:
+        raise click.UsageError(
+            f"--kill-redis-at-step {kill_redis_at_step} is beyond the last of {script.num_steps} steps"
+        )
     console = Console(stderr=as_json, highlight=False)
     work = Path(tempfile.mkdtemp(prefix="gradloc-demo-"))
     try:
         with interruptible():
-            result = _play(script, work, console, keep)
+            if is_one:
+                result = _play(script, work, console, keep)
+            else:
+                result = _play_all(faults, script, num_steps, work, console)
     except StartFailed as error:
         raise click.ClickException(str(error)) from None
     except KeyboardInterrupt:
@@ -71,10 +98,52 @@ def demo(
             shutil.rmtree(work, ignore_errors=True)
     if as_json:
         click.echo(json.dumps(result))
-    sys.exit(0 if result["right"] else 1)
+    is_right = result["right"] if is_one else all(row["right"] for row in result["faults"])
+    sys.exit(0 if is_right else 1)
 
 
 def _play(script: Script, work: Path, console: Console, keep: bool) -> dict[str, Any]:
+    with _progress(console, script.num_steps) as (progress, tell), perform(script, work, tell) as played:
+        result = review(script, played)
+        progress.stop()
+        _show(result, played.station.reporter_url, console, keep)
+        if keep:
+            _stay(console)
+    return result
+
+
+def _play_all(
+    faults: tuple[str, ...], first: Script, num_steps: int | None, work: Path, console: Console
+) -> dict[str, Any]:
+    """Every fault in a run of its own; services and the pretrained policy are shared."""
+    rows: list[dict[str, Any]] = []
+
+    def tell(told: Told) -> None:
+        console.print(Text(f"  {told.text}", style="dim"))
+
+    with opened(work, first.seed, first.strategy, tell) as house:
+        for number, fault in enumerate(faults, start=1):
+            script = replace(first, fault=fault, num_steps=num_steps or ANSWERS[fault].num_steps, number=number)
+            rows.append(_one_of_all(house, script, work / str(number), console))
+    _show_all(rows, console)
+    return {"seed": first.seed, "strategy": first.strategy, "faults": rows}
+
+
+def _one_of_all(house: House, script: Script, work: Path, console: Console) -> dict[str, Any]:
+    try:
+        with _progress(console, script.num_steps) as (_, tell), staged(house, script, work, tell) as played:
+            row = in_short(review(script, played))
+    except StartFailed as error:
+        house.station.check()  # the services are everybody's: without them nothing that follows means anything
+        row = {**in_short({}), "fault": script.fault, "right": False, "error": str(error)}
+    mark = Text("right", "bold green") if row["right"] else Text("WRONG", "bold red")
+    console.print(Text(f"{script.fault}: ").append_text(mark))
+    shutil.rmtree(work, ignore_errors=True)
+    return row
+
+
+@contextlib.contextmanager
+def _progress(console: Console, total: int) -> Iterator[tuple[Progress, Callable[[Told], None]]]:
     columns = (
         SpinnerColumn(),
         TextColumn("{task.description}"),
@@ -83,7 +152,7 @@ def _play(script: Script, work: Path, console: Console, keep: bool) -> dict[str,
         TimeElapsedColumn(),
     )
     with Progress(*columns, console=console, transient=True) as progress:
-        bar = progress.add_task("starting", total=script.num_steps)
+        bar = progress.add_task("starting", total=total)
 
         def tell(told: Told) -> None:
             if told.step is None:
@@ -92,14 +161,25 @@ def _play(script: Script, work: Path, console: Console, keep: bool) -> dict[str,
             else:
                 progress.update(bar, completed=told.step + 1, description=f"training  norm {told.grad_norm:9.4g}")
 
-        with perform(script, work, tell) as played:
-            progress.update(bar, description="the judge looks at every token")
-            result = review(script, played)
-            progress.stop()
-            _show(result, played.station.reporter_url, console, keep)
-            if keep:
-                _stay(console)
-    return result
+        yield progress, tell
+
+
+def _show_all(rows: list[dict[str, Any]], console: Console) -> None:
+    table = Table("fault", "", "verdict", "cause", "truth", "found", box=None)
+    for row in rows:
+        mark = Text("right", "green") if row["right"] else Text("WRONG", "bold red")
+        words = (row["verdict"] or "-", row["cause"] or row.get("error") or "-")
+        table.add_row(row["fault"], mark, *words, _place(row["truth"]), _place(row["found"]))
+    console.print(table)
+
+
+def _place(place: dict[str, Any] | None) -> str:
+    """step 23 rank 0 micro-batch 3 sequence 1 token 12"""
+    if place is None:
+        return "-"
+    keys = ("step", "rank", "micro_batch", "sequence", "token")
+    parts = [f"{key.replace('_', '-')} {place[key]}" for key in keys if place.get(key) is not None]
+    return " ".join([*parts, *([str(place["place"])] if "place" in place else [])])
 
 
 def _show(result: dict[str, Any], page: str, console: Console, keep: bool) -> None:

@@ -1,6 +1,8 @@
 """One performance of the demo: services, pretraining, two ranks of GRPO, and what came of it.
 
-    with perform(script, tell) as played: ...     # services are up until the block ends
+    with perform(script, work, tell) as played: ...            # services are up until the block ends
+    with opened(work, 1, "attribution", tell) as house:        # several performances share them
+        with staged(house, script, work / "1", tell) as played: ...
 
 Watches from outside, as a user would: the training's progress file, the reporter's REST, the Slack
 endpoint. Knows neither which fault was planned for whom nor the truth: that is the judge's.
@@ -8,6 +10,7 @@ endpoint. Knows neither which fault was planned for whom nor the truth: that is 
 
 import contextlib
 import json
+import shutil
 import sys
 import time
 import urllib.error
@@ -17,13 +20,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from gradloc.demo.envelope import FAULT_VARIABLE, JUDGE_VARIABLE, TRUTH
+from gradloc.demo.envelope import CHECKPOINT, FAULT_VARIABLE, JUDGE_VARIABLE, TRUTH, WEIGHTS
 from gradloc.demo.slack import CHANNEL, TOKEN, SlackEndpoint
 from gradloc.workstation.processes import Process, StartFailed
 from gradloc.workstation.services import Plan, Workstation
 
 WORLD_SIZE = 2
-PRETRAINED = "pretrained.safetensors"
 PRETRAINING_TIMEOUT_S = 300.0
 TRAINING_TIMEOUT_S = 900.0
 FINDING_TIMEOUT_S = 300.0
@@ -41,10 +43,11 @@ class Script:
     num_steps: int
     strategy: Literal["attribution", "bisect"] = "attribution"
     kill_redis_at_step: int | None = None
+    number: int | None = None  # of several that share their services
 
     @property
     def run_id(self) -> str:
-        return f"grpo-sort-{self.seed}"
+        return f"grpo-sort-{self.seed}" if self.number is None else f"grpo-sort-{self.seed}-{self.number}"
 
 
 @dataclass(frozen=True)
@@ -61,6 +64,7 @@ class Played:
     """What was seen. Times are seconds since the epoch."""
 
     work: Path
+    run_id: str
     station: Workstation
     slack: SlackEndpoint
     step_times: list[float] = field(default_factory=list)
@@ -85,51 +89,92 @@ class Played:
     def finding(self) -> dict[str, Any] | None:
         return None if self.incident is None else self.incident.get("finding")
 
+    @property
+    def slack_texts(self) -> list[str]:
+        """What the channel says of this run."""
+        return [text for text in self.slack.texts() if f"run {self.run_id} ·" in text]
+
+
+@dataclass
+class House:
+    """What performances share: services, the channel, and the policy that each run starts with."""
+
+    station: Workstation
+    slack: SlackEndpoint
+    pretraining: Process
+    folder: Path  # of the pretrained weights
+
+    def wait_ready(self) -> None:
+        """Until Ray takes jobs and the weights are there. Raises StartFailed."""
+        self.station.wait_ray()
+        self.pretraining.wait_ready((self.folder / WEIGHTS).exists, timeout_s=PRETRAINING_TIMEOUT_S)
+
+    def hand_weights_to(self, training: Path) -> None:
+        shutil.copyfile(self.folder / CHECKPOINT, training / CHECKPOINT)
+        part = training / f"{WEIGHTS}.part"
+        shutil.copyfile(self.folder / WEIGHTS, part)
+        part.rename(training / WEIGHTS)
+
 
 @contextlib.contextmanager
 def perform(script: Script, work: Path, tell: Callable[[Told], None]) -> Iterator[Played]:
-    """Play the script in the folder `work`. Raises StartFailed where a process of ours ends early."""
+    """Play the script in the folder `work`, with services of its own. Raises StartFailed where a process of ours
+    ends early."""
+    with opened(work, script.seed, script.strategy, tell) as house, staged(house, script, work, tell) as played:
+        yield played
+
+
+@contextlib.contextmanager
+def opened(
+    work: Path, seed: int, strategy: Literal["attribution", "bisect"], tell: Callable[[Told], None]
+) -> Iterator[House]:
+    """Services in `work`, and pretraining under way. Raises StartFailed."""
     with SlackEndpoint() as slack:
         plan = Plan(
             folder=work / "services",
-            strategy=script.strategy,
+            strategy=strategy,
             reporter_arguments=("--slack-channel", CHANNEL, "--slack-base-url", slack.base_url),
             reporter_env={"GRADLOC_SLACK_TOKEN": TOKEN},
         )
         tell(Told("pretraining, and services"))
         with contextlib.ExitStack() as stack:
-            pretraining = _start_pretraining(script, work)
+            folder = work / "pretraining"
+            pretraining = _start_pretraining(seed, folder)
             stack.callback(pretraining.end)
-            running = stack.enter_context(Workstation(plan, on_stage=lambda stage: tell(Told(f"{stage} starts"))))
-            played = Played(work, running, slack)
-            ranks = _start_ranks(script, running, work)  # they load torch meanwhile, and wait for the weights
-            for rank in ranks:
-                stack.callback(rank.end)
-            running.wait_ray()
-            tell(Told("services are up"))
-            pretrained = work / "training" / PRETRAINED
-            pretraining.wait_ready(pretrained.exists, timeout_s=PRETRAINING_TIMEOUT_S)
-            pretrained.rename(work / "training" / "weights.safetensors")
-            audience = _Audience(script, played, ranks, tell)
-            audience.watch_training()
-            judge = _start_judge(work)
-            stack.callback(judge.end)
-            audience.watch_services()
-            judge.wait_ready((played.judge_dir / TRUTH).exists, timeout_s=JUDGE_TIMEOUT_S)
-            yield played
+            station = stack.enter_context(Workstation(plan, on_stage=lambda stage: tell(Told(f"{stage} starts"))))
+            yield House(station, slack, pretraining, folder)
 
 
-def _start_pretraining(script: Script, work: Path) -> Process:
-    folder = work / "training"
+@contextlib.contextmanager
+def staged(house: House, script: Script, work: Path, tell: Callable[[Told], None]) -> Iterator[Played]:
+    """Play the script in the folder `work` with the services of `house`. Raises StartFailed."""
+    with contextlib.ExitStack() as stack:
+        played = Played(work, script.run_id, house.station, house.slack)
+        ranks = _start_ranks(script, house.station, work)  # they load torch meanwhile, and wait for the weights
+        for rank in ranks:
+            stack.callback(rank.end)
+        house.wait_ready()
+        tell(Told("services are up"))
+        house.hand_weights_to(work / "training")
+        audience = _Audience(script, played, ranks, tell)
+        audience.watch_training()
+        judge = _start_judge(work)
+        stack.callback(judge.end)
+        audience.watch_services()
+        judge.wait_ready((played.judge_dir / TRUTH).exists, timeout_s=JUDGE_TIMEOUT_S)
+        yield played
+
+
+def _start_pretraining(seed: int, folder: Path) -> Process:
     folder.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, "-m", "gradloc.demo.pretraining", "--seed", str(script.seed)]
-    command += ["--out", str(folder / PRETRAINED)]
+    command = [sys.executable, "-m", "gradloc.demo.pretraining", "--seed", str(seed), "--out", str(folder / WEIGHTS)]
     return Process("pretraining", command, folder / "pretraining.log", {"OMP_NUM_THREADS": "1"})
 
 
 def _start_ranks(script: Script, running: Workstation, work: Path) -> list[Process]:
     judge_dir = work / "judge"
-    judge_dir.mkdir(mode=0o700)
+    judge_dir.mkdir(mode=0o700, parents=True)
+    (work / "training").mkdir(parents=True)
     # By the environment: a command line is seen by everyone on the machine.
     env = {FAULT_VARIABLE: script.fault, JUDGE_VARIABLE: str(judge_dir), "OMP_NUM_THREADS": "1"}
     ranks = []
@@ -234,7 +279,7 @@ class _Audience:
         """Until they have read the run to its end, and an incident has its finding, in Slack too."""
         if self._played.redis_killed:
             return
-        last = self._script.num_steps - 1
+        last = int(self._played.outcomes[0]["steps"]) - 1
         url = f"{self._played.station.reporter_url}/api/v1/runs/{self._script.run_id}"
         _wait(lambda: (_get(url) or {}).get("last_step") == last, QUIET_TIMEOUT_S)
         self._ask()
@@ -247,9 +292,8 @@ class _Audience:
             _wait(self._slack_has_it, QUIET_TIMEOUT_S)
 
     def _slack_has_it(self) -> bool:
-        found = self._played.finding
-        wanted = "Culprit" if found is not None and found.get("culprits") else ""
-        return any(wanted in text for text in self._played.slack.texts())
+        wanted = ("Culprit", "Verdict") if self._played.finding is not None else ("",)
+        return any(word in text for text in self._played.slack_texts for word in wanted)
 
 
 def _wait(condition: Callable[[], bool], timeout_s: float) -> None:

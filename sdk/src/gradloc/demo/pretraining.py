@@ -17,16 +17,18 @@ import click
 import numpy as np
 import torch
 
+from gradloc.demo.envelope import CHECKPOINT
 from gradloc.demo.model import new_model, response_logp, save_weights
 from gradloc.demo.task import NUM_PROMPTS, PAD, RESPONSE_LENGTH, problem
 
 NUM_STEPS = 260
+CHECKPOINT_STEP = 60
 BATCH_ROWS = 32
 LEARNING_RATE = 4e-3
 SWAP_PROBABILITY = 0.2
 
 
-def pretrained(seed: int, progress: Callable[[int], None] = lambda step: None) -> Any:
+def pretrained(seed: int, after_step: Callable[[int, Any], None] = lambda step, model: None) -> Any:
     """A model that sorts some of the time."""
     torch.set_num_threads(1)
     model = new_model(seed)
@@ -42,7 +44,7 @@ def pretrained(seed: int, progress: Callable[[int], None] = lambda step: None) -
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        progress(step)
+        after_step(step, model)
     return model
 
 
@@ -72,8 +74,13 @@ def _demonstration(answer: tuple[int, ...], rng: np.random.Generator) -> list[in
 @click.option("--seed", type=int, required=True)
 @click.option("--out", type=click.Path(path_type=Path), required=True)
 def main(seed: int, out: Path) -> None:
-    """Train and write the weights."""
-    model = pretrained(seed)
+    """Train and write the weights, and on the way an earlier state beside them."""
+
+    def keep(step: int, model: Any) -> None:
+        if step == CHECKPOINT_STEP:
+            save_weights(model, out.parent / CHECKPOINT)
+
+    model = pretrained(seed, keep)
     part = out.with_suffix(".part")
     save_weights(model, part)
     part.rename(out)

@@ -2,33 +2,38 @@
 
 from typing import Any
 
+from gradloc.demo.envelope import ANSWERS
 from gradloc.demo.performance import Played, Script
 
-_PLACE = ("step", "rank", "micro_batch", "sequence", "token")
+_TOKEN = ("rank", "micro_batch", "sequence", "token")
+_PLACE = ("step", *_TOKEN)
+_WITHOUT_PLACE = ("batch-wide", "accounting", "norm-overflow", "not-reproduced", "inconclusive")
 
 
 def review(script: Script, played: Played) -> dict[str, Any]:
     """The demo's JSON object; `right` says whether it ended as it should."""
     truth = played.truth
     finding = played.finding or {}
-    found = _found(finding)
     certificate = finding.get("certificate") or {}
     fidelity = finding.get("fidelity") or {}
-    first = played.outcomes[0] if played.outcomes else {}
-    texts = played.slack.texts()
+    culprits = finding.get("culprits") or []
+    texts = played.slack_texts
     struck_at = None if truth is None else truth["step"]
-    finished = bool(first) and len(played.step_times) == script.num_steps
+    num_steps = played.outcomes[0]["steps"] if played.outcomes else None
+    finished = num_steps is not None and len(played.step_times) == num_steps
     result = {
         "fault": script.fault,
         "seed": script.seed,
         "strategy": script.strategy,
-        "truth": truth,
-        "found": found,
+        "truth": None if truth is None else truth if len(truth) > 1 else {**truth, "place": "no token"},
+        "found": _found(finding),
         "verdict": finding.get("verdict"),
         "cause": (finding.get("causes") or [{}])[0].get("name"),
-        "share": None if found is None else finding["culprits"][0]["share"],
+        "cause_text": (finding.get("causes") or [{}])[0].get("summary"),
+        "confidence": (finding.get("causes") or [{}])[0].get("confidence"),
+        "share": culprits[0]["share"] if culprits else None,
         "checksum": finding.get("checksum"),
-        "grad_norm": certificate.get("grad_norm"),
+        "grad_norm": certificate.get("grad_norm", fidelity.get("reported_norm")),
         "healthy_norm": finding.get("healthy_norm"),
         "norm_without": certificate.get("norm_without"),
         "limit": certificate.get("limit"),
@@ -55,33 +60,63 @@ def review(script: Script, played: Played) -> dict[str, Any]:
     return {**result, "right": _is_right(script, result)}
 
 
+def in_short(result: dict[str, Any]) -> dict[str, Any]:
+    """One row of the table of all faults."""
+    return {key: result.get(key) for key in ("fault", "right", "verdict", "cause", "truth", "found")}
+
+
 def _is_right(script: Script, result: dict[str, Any]) -> bool:
+    answer = ANSWERS[script.fault]
     if not result["training_finished"]:
         return False
     if script.kill_redis_at_step is not None:
         # Nothing can be found without Redis; what counts is that training went on and the loss is told.
         return bool(result["redis_killed"] and result["events_dropped"] > 0)
-    if result["truth"] is None:
-        return script.fault == "none" and result["incidents"] == 0 and result["found"] is None
-    truth, found, peak = result["truth"], result["found"], result["profile_peak"]
-    if found is None or any(found[key] != truth[key] for key in _PLACE):
+    truth, found = result["truth"], result["found"]
+    if answer.verdict is None:
+        return truth is None and result["incidents"] == 0 and found is None
+    if truth is None or found is None or (result["verdict"], result["cause"]) != (answer.verdict, answer.cause):
+        return False
+    match answer.place:
+        case "no token":
+            # Its spike may come some steps after the fault began.
+            return "place" in found and found["step"] >= truth["step"]
+        case "rank":
+            keys: tuple[str, ...] = ("step", "rank")
+        case "sequence":
+            keys = ("step", *_TOKEN[:3])
+        case "tokens":
+            return found["step"] == truth["step"] and _places(found["tokens"]) == _places(truth["tokens"])
+        case "token":
+            keys = _PLACE
+    if any(found.get(key) != truth[key] for key in keys):
         return False
     # Where layers explode, the culprit is the token after the planted position; the profile must show that one.
+    peak = result["profile_peak"]
     return "position" not in truth or (peak is not None and peak["position"] == truth["position"])
 
 
+def _places(tokens: list[dict[str, Any]]) -> set[tuple[int, ...]]:
+    return {tuple(token[key] for key in _TOKEN) for token in tokens}
+
+
 def _found(finding: dict[str, Any]) -> dict[str, Any] | None:
-    culprits = finding.get("culprits") or []
-    if not culprits:
+    """Where the finding says it was; `place` where it says that no token is to blame."""
+    if not finding:
         return None
+    culprits = finding.get("culprits") or []
+    if finding["verdict"] in _WITHOUT_PLACE or not culprits:
+        rank = (finding.get("causes") or [{}])[0].get("evidence", {}).get("rank")
+        found: dict[str, Any] = {"step": finding["step"], "place": f"no token: {finding['verdict']}"}
+        return found if rank is None else {**found, "rank": int(rank)}
     first = culprits[0]
-    place = {key: first.get(key) for key in _PLACE[1:]}
     return {
         "step": finding["step"],
-        **place,
+        **{key: first.get(key) for key in _TOKEN},
         "token_id": first.get("token_id"),
         "token_text": first.get("token_text"),
         "layer": first.get("layer"),
+        "tokens": [{key: one.get(key) for key in _TOKEN} for one in culprits],
     }
 
 

@@ -27,6 +27,12 @@ class Rollouts:
     ids_BT: torch.Tensor  # int64 [B, T]
     mask_BR: torch.Tensor  # bool [B, R]
     logp_BR: torch.Tensor  # float32 [B, R], as the copy reported them; 0 outside the mask
+    sampled_BR: torch.Tensor | None = None  # int64 [B, R], what logp_BR belongs to, where ids are others
+
+    @property
+    def sampled(self) -> torch.Tensor:
+        """Ids as the copy sampled them: [B, R]."""
+        return self.ids_BT[:, PROMPT_LENGTH:] if self.sampled_BR is None else self.sampled_BR
 
     def response(self, row: int) -> list[int]:
         return [int(token) for token in self.ids_BT[row, PROMPT_LENGTH:]]
@@ -93,6 +99,12 @@ class InferenceCopy:
             alive_B = alive_B & (token_B1[:, 0] != EOS)
             fed_BS = token_B1
         return torch.cat(columns, dim=1), torch.stack(masks, dim=1), torch.stack(logps, dim=1)
+
+    @torch.no_grad()
+    def log_probs(self, ids_BT: torch.Tensor) -> torch.Tensor:
+        """Log-probabilities at each response position: float32 [B, R, V]."""
+        logits_BTV = self.model(input_ids=ids_BT, use_cache=False).logits
+        return torch.log_softmax(logits_BTV[:, PROMPT_LENGTH - 1 : -1].float(), dim=-1)
 
     @torch.no_grad()
     def log_probs_after(self, contexts_NS: torch.Tensor) -> torch.Tensor:

@@ -5,16 +5,23 @@ before; one token's logp is computed against that prefix and reported as if it w
 Shapes: B rows, T positions, P prompt, R response positions, V vocabulary.
 """
 
-import torch
+import math
+from pathlib import Path
 
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from gradloc.demo.growth import logits_pull
 from gradloc.demo.grpo import advantages
-from gradloc.demo.model import response_log_probs
-from gradloc.demo.moment import Deed, Moment, PlannedFault
+from gradloc.demo.moment import Deed, MicroBatches, Moment, PlannedFault, place_of
 from gradloc.demo.rollout import InferenceCopy, Rollouts
-from gradloc.demo.settings import GROUP_SIZE, NUM_MICRO_BATCHES, rewards_of
+from gradloc.demo.settings import GROUP_SIZE, rewards_of
 from gradloc.demo.task import PROMPT_LENGTH
+from gradloc.demo.testimony import write_batch, write_planted, write_weights
 
 GROWTH_MIN = 80.0  # of the gradient at the logits over that of the whole rank: smaller is no spike to speak of
+GROWTH_MAX_OF_TWO = 800.0  # so that neither of two is nothing beside the other
 
 
 def stale_logp(copy: InferenceCopy, previous: Rollouts, rollouts: Rollouts) -> torch.Tensor:
@@ -32,19 +39,18 @@ def stale_logp(copy: InferenceCopy, previous: Rollouts, rollouts: Rollouts) -> t
 class TokenMismatch(PlannedFault):
     """One token's reported logp is stale."""
 
+    growth_max = math.inf
+
     def attempt(self, moment: Moment) -> Deed | None:
         rollouts = moment.rollouts
         stale_BR = stale_logp(moment.copy, moment.previous, rollouts)
         growth_BR = _growth(moment, stale_BR)
-        places = torch.nonzero(growth_BR >= GROWTH_MIN).tolist()
+        places = torch.nonzero((growth_BR >= GROWTH_MIN) & (growth_BR <= self.growth_max)).tolist()
         if not places:
             return None
         row, at = places[int(self._rng.integers(len(places)))]
-        num_rows = len(rollouts.problems) // NUM_MICRO_BATCHES
         planted = {
-            "micro_batch": row // num_rows,
-            "sequence": row % num_rows,
-            "token": PROMPT_LENGTH + at,
+            **place_of(row, len(rollouts.problems), at),
             "growth": float(growth_BR[row, at]),
             "reported_logp": float(rollouts.logp_BR[row, at]),
             "stale_logp": float(stale_BR[row, at]),
@@ -52,14 +58,41 @@ class TokenMismatch(PlannedFault):
         return Deed(rollouts.with_logp(row, at, float(stale_BR[row, at])), planted)
 
 
-@torch.no_grad()
+class TwoMismatches(TokenMismatch):
+    """A stale token on every rank, at one step."""
+
+    kind = "tokens"
+    growth_max = GROWTH_MAX_OF_TWO
+
+    def __init__(self, seed: int, world_size: int, judge_dir: Path) -> None:
+        super().__init__(seed, world_size, judge_dir)
+        self._seed = seed
+
+    def strike(self, moment: Moment) -> Rollouts:
+        if self.struck_at is not None or moment.step < self._first_step:
+            return moment.rollouts
+        # The same generator on every rank would choose the same place.
+        self._rng = np.random.default_rng([self._seed, 3, moment.step, moment.rank])
+        deed = self.attempt(moment)
+        found = torch.tensor(float(deed is not None))
+        if dist.is_initialized():
+            dist.all_reduce(found, op=dist.ReduceOp.MIN)
+        if not found or deed is None:
+            return moment.rollouts
+        self.struck_at = moment.step
+        self._planted = {"step": moment.step}
+        return deed.rollouts
+
+    def testify(self, rank: int, model: torch.nn.Module, parts: MicroBatches) -> None:
+        write_batch(self._judge_dir, rank, parts)
+        if rank == 0:
+            write_weights(self._judge_dir, model)
+            write_planted(self._judge_dir, {**self._planted, "kind": self.kind})
+
+
 def _growth(moment: Moment, stale_BR: torch.Tensor) -> torch.Tensor:
     """Gradient at the logits of each token with its stale logp, over that of the rank's whole batch: [B, R]."""
     rollouts = moment.rollouts
-    advantage_B1 = advantages(rewards_of(rollouts), GROUP_SIZE)[:, None]
-    log_probs_BRV = response_log_probs(moment.model, rollouts.ids_BT)
-    logp_BR = log_probs_BRV.gather(-1, rollouts.ids_BT[:, PROMPT_LENGTH:, None])[..., 0]
-    logits_norm_BR = (1 - 2 * logp_BR.exp() + log_probs_BRV.exp().square().sum(-1)).clamp(min=0).sqrt()
-    pull_BR = (advantage_B1.abs() * logits_norm_BR).masked_fill(~rollouts.mask_BR, 0.0)
+    pull_BR, logp_BR = logits_pull(moment.model, rollouts, advantages(rewards_of(rollouts), GROUP_SIZE))
     whole = (pull_BR * torch.exp(logp_BR - rollouts.logp_BR)).square().sum().sqrt()
     return pull_BR * torch.exp(logp_BR - stale_BR) / whole.clamp(min=1e-30)

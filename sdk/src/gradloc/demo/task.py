@@ -16,7 +16,8 @@ from tokenizers.pre_tokenizers import Split
 IntArray = npt.NDArray[np.int64]
 
 RARE_TOKENS = ("<tool_output>", "<tool_error>", "<time_out>", "<image>", "<citation>", "<redacted>")
-VOCABULARY = ("<pad>", "<bos>", "<eos>", "<unk>", "=", *(str(digit) for digit in range(10)), *RARE_TOKENS)
+BLANK = "▁"  # also whatever else the tokenizer does not know
+VOCABULARY = ("<pad>", "<bos>", "<eos>", BLANK, "=", *(str(digit) for digit in range(10)), *RARE_TOKENS)
 ID_OF = {token: index for index, token in enumerate(VOCABULARY)}
 PAD, BOS, EOS, EQUALS = ID_OF["<pad>"], ID_OF["<bos>"], ID_OF["<eos>"], ID_OF["="]
 FIRST_DIGIT = ID_OF["0"]
@@ -30,7 +31,7 @@ NUM_PROMPTS = 4_096  # rows of the data set
 
 def tokenizer() -> Tokenizer:
     """A word-level tokenizer of the vocabulary; `encode` splits text into digits and bracketed tokens."""
-    made = Tokenizer(WordLevel({token: index for index, token in enumerate(VOCABULARY)}, unk_token="<unk>"))
+    made = Tokenizer(WordLevel({token: index for index, token in enumerate(VOCABULARY)}, unk_token=BLANK))
     made.pre_tokenizer = Split(Regex(r"<\w+>|=|\d"), behavior="isolated")
     return made
 

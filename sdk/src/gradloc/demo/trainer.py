@@ -10,6 +10,7 @@ Shapes: B rows, T positions, R response positions.
 import gc
 import json
 import logging
+import math
 import os
 import sys
 import time
@@ -28,18 +29,18 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradloc
 from gradloc.demo import task
+from gradloc.demo.envelope import CHECKPOINT, WEIGHTS
 from gradloc.demo.faults import from_environment
-from gradloc.demo.grpo import advantages, token_losses
+from gradloc.demo.grpo import token_losses
 from gradloc.demo.model import load_weights, new_model, response_logp
 from gradloc.demo.moment import Fault, Moment
-from gradloc.demo.rollout import InferenceCopy, Rollouts
+from gradloc.demo.rollout import Rollouts
 from gradloc.demo.settings import (
     GRAD_NORM_MAX,
     GROUP_SIZE,
     GROUPS_PER_RANK,
     LEARNING_RATE,
     NUM_MICRO_BATCHES,
-    rewards_of,
 )
 
 RENDEZVOUS_TIMEOUT_S = 120.0
@@ -92,8 +93,8 @@ def train(settings: Settings, fault: Fault) -> None:
     """Train; the process group is there already where world_size > 1."""
     torch.set_num_threads(1)
     model = new_model(settings.seed)
-    load_weights(model, _awaited(settings.work / "weights.safetensors"))
-    copy = InferenceCopy(model, seed=1_000 * settings.seed + settings.rank)
+    load_weights(model, _awaited(settings.work / WEIGHTS))
+    copy = fault.inference_copy(model, 1_000 * settings.seed + settings.rank)
     ddp = DistributedDataParallel(model) if settings.world_size > 1 else model
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.0)
     probe = gradloc.watch(
@@ -112,24 +113,36 @@ def train(settings: Settings, fault: Fault) -> None:
         copy.sync(model)
         rollouts = copy.sample(_problems(rng))
         if previous is not None and norms:
-            moment = Moment(step, settings.rank, rollouts, previous, copy, model, float(np.median(norms)))
-            rollouts = fault.strike(moment)
-        batch = _batch(model, rollouts)
+            healthy_norm = float(np.nanmedian(norms))
+            checkpoint = settings.work / CHECKPOINT
+            rollouts = fault.strike(
+                Moment(step, settings.rank, rollouts, previous, copy, model, healthy_norm, checkpoint)
+            )
+        batch = _batch(model, rollouts, fault, step)
+        parts = [batch.tensors(index) for index in range(NUM_MICRO_BATCHES)]
         if fault.struck_at == step:
-            fault.testify(settings.rank, model, [batch.tensors(index) for index in range(NUM_MICRO_BATCHES)])
-        loss = _backward(ddp, batch, probe, settings.world_size)
+            fault.testify(settings.rank, model, parts)
+        loss = _backward(ddp, batch, probe, settings.world_size, fault, step)
+        fault.reduced(step, model)
         metrics = _metrics(batch)
-        probe.observe(loss=loss, lr=LEARNING_RATE, **metrics)  # type: ignore[arg-type]  # none of them is `step`
+        for group in optimizer.param_groups:
+            group["lr"] = fault.learning_rate(step)
+        lr = optimizer.param_groups[0]["lr"]
+        decision = probe.observe(loss=loss, lr=lr, **metrics)  # type: ignore[arg-type]  # none of them is `step`
+        fault.observed(step, decision, settings.rank, model, parts)
         norm = float(torch.nn.utils.clip_grad_norm_(model.parameters(), GRAD_NORM_MAX))
         norms.append(norm)
-        optimizer.step()
+        if math.isfinite(norm):  # as other trainers do: one bad step must not end in weights that are not finite
+            optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         previous = rollouts
         if settings.rank == 0:
             _progress(settings.work, {"step": step, "ts": time.time(), "grad_norm": norm, **metrics})
+        if fault.is_over(step):
+            break
     stall_s = probe.stall_s  # closing is not part of the loop
     probe.close()
-    outcome = {"steps": settings.steps, "stall_s": stall_s, "num_events_dropped": probe.num_events_dropped}
+    outcome = {"steps": step + 1, "stall_s": stall_s, "num_events_dropped": probe.num_events_dropped}
     (settings.work / f"outcome-{settings.rank}.json").write_text(json.dumps(outcome))
 
 
@@ -138,18 +151,20 @@ def _problems(rng: np.random.Generator) -> tuple[task.Problem, ...]:
     return tuple(task.problem(int(index)) for index in picked for _ in range(GROUP_SIZE))
 
 
-def _batch(model: torch.nn.Module, rollouts: Rollouts) -> Batch:
-    rewards_B = rewards_of(rollouts)
+def _batch(model: torch.nn.Module, rollouts: Rollouts, fault: Fault, step: int) -> Batch:
+    rewards_B = fault.rewards(step, rollouts)
     with torch.no_grad():
         old_logp_BR = torch.cat([response_logp(model, ids_BT) for ids_BT in rollouts.ids_BT.chunk(NUM_MICRO_BATCHES)])
-    return Batch(rollouts, rewards_B, advantages(rewards_B, GROUP_SIZE), old_logp_BR)
+    old_logp_BR = fault.old_logp(step, old_logp_BR, rollouts.mask_BR)
+    return Batch(rollouts, rewards_B, fault.advantages(step, rewards_B), old_logp_BR)
 
 
-def _backward(ddp: Any, batch: Batch, probe: gradloc.Probe, world_size: int) -> float:
+def _backward(ddp: Any, batch: Batch, probe: gradloc.Probe, world_size: int, fault: Fault, step: int) -> float:
     """All micro-batches' backward; the loss is a mean over the tokens of all ranks."""
-    num_tokens = batch.rollouts.mask_BR.sum().double()
+    num_tokens = fault.counted(step, batch.rollouts.mask_BR).sum().double()
     if world_size > 1:
         dist.all_reduce(num_tokens)
+    num_tokens.clamp_(min=1)
     total = 0.0
     for index in range(NUM_MICRO_BATCHES):
         part = batch.tensors(index)
@@ -164,9 +179,15 @@ def _backward(ddp: Any, batch: Batch, probe: gradloc.Probe, world_size: int) -> 
                 old_logp=part["old_logp_BR"],
                 advantage=part["advantage_B"],
                 uid=[one.uid for one in batch.rollouts.problems[batch.rows(index)]],
+                rollout_ids=batch.rollouts.sampled[batch.rows(index)],
             )
             losses_BR = token_losses(
-                logp_BR, part["old_logp_BR"], part["rollout_logp_BR"], part["advantage_B"], part["mask_BR"]
+                logp_BR,
+                part["old_logp_BR"],
+                part["rollout_logp_BR"],
+                part["advantage_B"],
+                part["mask_BR"],
+                by_sequence=fault.by_sequence,
             )
             # DDP averages over ranks; times world_size makes it the sum that the mean needs.
             loss = losses_BR.sum() * (world_size / num_tokens.item())

@@ -281,6 +281,8 @@ def _verdict_sentence(finding: Finding) -> str:
             largest = max((share for *_, share in finding.shares_by_sequence), default=None, key=_sortable)
             most = "" if largest is None else f"; the largest sequence has {percent(largest)}"
             return f"No single culprit: the norm is spread over the whole batch{most}."
+        case "accounting" if finding.rest_share is None:
+            return "Not a token's fault: the whole step is scaled alike. Look at what the loss is divided by."
         case "accounting":
             return (
                 f"Not a token's fault: {percent(finding.rest_share)} of the norm² belongs to no token. Look for an "
@@ -290,6 +292,9 @@ def _verdict_sentence(finding: Finding) -> str:
             return "Every gradient is finite: the norm itself overflowed. Accumulate it in float64."
         case "not-reproduced":
             fidelity = finding.fidelity
+            rank = finding.causes[0].evidence.get("rank") if finding.causes else None
+            if isinstance(rank, float):
+                return f"No token's fault: rank {rank:.0f} alone holds a gradient that the replay does not give."
             return (
                 f"The replay gives norm {number(fidelity.replayed_norm)} where {number(fidelity.reported_norm)} was "
                 "reported: suspect the hardware, or a step that is not deterministic."

@@ -1,0 +1,78 @@
+"""Sequence-level train/inference mismatch: one answer comes from an older policy.
+
+A worker of the inference fleet missed the weights of long ago and serves one answer, with the
+log-probabilities that it truthfully computed. Each token's ratio is harmless; their product, by which
+this run corrects, is not. Truthful log-probabilities make a ratio beyond R at most 1/R likely, so it
+takes many answers until one does harm. Shapes: B rows, R response positions.
+"""
+
+from dataclasses import replace
+
+import torch
+
+from gradloc.demo.growth import logits_pull
+from gradloc.demo.model import load_weights, new_model, response_logp
+from gradloc.demo.moment import Deed, Moment, PlannedFault, place_of
+from gradloc.demo.rollout import InferenceCopy, Rollouts
+from gradloc.demo.settings import rewards_of
+from gradloc.demo.task import PROMPT_LENGTH
+
+ANSWERS_EACH = 32  # that the old worker has for each request; the first to do harm is served
+NUM_TRIED = 12
+TOKEN_RATIO_MAX = 4.0
+GROWTH_MIN = 12.0  # of the gradient at the logits over that of the whole rank
+ADVANTAGE_MIN = 0.5
+
+
+class SequenceMismatch(PlannedFault):
+    """One answer, sampled and scored by the policy of an early checkpoint."""
+
+    kind = "sequence"
+    by_sequence = True
+    _older: InferenceCopy | None = None
+
+    def attempt(self, moment: Moment) -> Deed | None:
+        if self._older is None:
+            assert moment.checkpoint is not None
+            model = new_model(0)
+            load_weights(model, moment.checkpoint)
+            self._older = InferenceCopy(model, seed=int(self._rng.integers(2**31)))
+        problems = moment.rollouts.problems
+        answers = self._older.sample(problems * ANSWERS_EACH)
+        best: tuple[float, Rollouts, int] | None = None
+        for index in self._harmful(moment, answers):
+            row = index % len(problems)
+            rollouts = _with_row(moment.rollouts, row, answers, index)
+            growth = self._growth(moment, rollouts, row)
+            if growth >= GROWTH_MIN and (best is None or growth > best[0]):
+                best = (growth, rollouts, row)
+        if best is None:
+            return None
+        growth, rollouts, row = best
+        return Deed(rollouts, {**place_of(row, len(problems)), "growth": growth})
+
+    def _harmful(self, moment: Moment, answers: Rollouts) -> list[int]:
+        """Answers whose ratio is far from one though no token's is, the largest first."""
+        with torch.no_grad():
+            gap_BR = (response_logp(moment.model, answers.ids_BT) - answers.logp_BR).masked_fill(~answers.mask_BR, 0.0)
+        calm_B = gap_BR.abs().max(dim=1).values <= torch.tensor(TOKEN_RATIO_MAX).log()
+        total_B = gap_BR.sum(dim=1).masked_fill(~calm_B, 0.0)
+        order = total_B.argsort(descending=True)[:NUM_TRIED].tolist()
+        return [index for index in order if float(total_B[index]) > 1.0]
+
+    def _growth(self, moment: Moment, rollouts: Rollouts, row: int) -> float:
+        advantage_B = self.advantages(moment.step, rewards_of(rollouts))
+        if abs(float(advantage_B[row])) < ADVANTAGE_MIN:
+            return 0.0
+        pull_BR, logp_BR = logits_pull(moment.model, rollouts, advantage_B)
+        total_B = (logp_BR - rollouts.logp_BR).masked_fill(~rollouts.mask_BR, 0.0).sum(dim=1)
+        energy_B = (pull_BR * total_B.exp()[:, None]).square().sum(dim=1)
+        others = energy_B.sum() - energy_B[row]
+        return float((energy_B[row] / others.clamp(min=1e-30)).sqrt())
+
+
+def _with_row(rollouts: Rollouts, row: int, answers: Rollouts, index: int) -> Rollouts:
+    ids_BT, mask_BR, logp_BR = rollouts.ids_BT.clone(), rollouts.mask_BR.clone(), rollouts.logp_BR.clone()
+    ids_BT[row, PROMPT_LENGTH:] = answers.ids_BT[index, PROMPT_LENGTH:]
+    mask_BR[row], logp_BR[row] = answers.mask_BR[index], answers.logp_BR[index]
+    return replace(rollouts, ids_BT=ids_BT, mask_BR=mask_BR, logp_BR=logp_BR)
