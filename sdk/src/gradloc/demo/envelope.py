@@ -13,7 +13,7 @@ TRUTH = "truth.json"  # in the judge's folder: what the judge found
 WEIGHTS = "weights.safetensors"  # what GRPO starts with ...
 CHECKPOINT = "checkpoint.safetensors"  # ... and the policy of long before that
 NUM_STEPS = 60
-NUM_STEPS_NATURAL = 300  # at most: it ends soon after its first spike
+NUM_STEPS_NATURAL = 200  # at most: it ends soon after its first spike
 
 PlaceKind = Literal["token", "tokens", "sequence", "rank", "no token"]
 

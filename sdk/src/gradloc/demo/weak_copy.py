@@ -1,5 +1,6 @@
 """Nothing planted: an inference copy with eight bits a weight, four steps behind, until a spike comes by itself.
 
+The run learns five times as fast as the demo's others, so that four steps matter.
 The copy reports truthfully what it computes. Sooner or later it samples a token that the trainer's
 policy thinks much likelier than the copy did, or the other way round, in an answer with a bad reward.
 """
@@ -15,6 +16,7 @@ from gradloc.demo.rollout import InferenceCopy
 from gradloc.demo.testimony import write_batch, write_planted, write_weights
 
 STEPS_BEHIND = 4  # of the copies below
+LEARNING_RATE = 5e-4  # the whole run's: what makes four steps matter
 STEPS_AFTER = 20  # that training goes on is part of what is shown
 
 
@@ -54,6 +56,9 @@ class NaturalSpike(Fault):
 
     def inference_copy(self, model: Any, seed: int) -> InferenceCopy:
         return WeakCopy(model, seed)
+
+    def learning_rate(self, step: int) -> float:
+        return LEARNING_RATE
 
     def observed(self, step: int, decision: str, rank: int, model: torch.nn.Module, parts: MicroBatches) -> None:
         if decision == "go" or self.struck_at is not None:
