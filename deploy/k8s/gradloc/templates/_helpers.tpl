@@ -1,0 +1,106 @@
+{{- define "gradloc.name" -}}
+{{- default .Chart.Name .Values.nameOverride | trunc 40 | trimSuffix "-" -}}
+{{- end -}}
+
+{{- define "gradloc.fullname" -}}
+{{- if .Values.fullnameOverride -}}
+{{- .Values.fullnameOverride | trunc 40 | trimSuffix "-" -}}
+{{- else if contains (include "gradloc.name" .) .Release.Name -}}
+{{- .Release.Name | trunc 40 | trimSuffix "-" -}}
+{{- else -}}
+{{- printf "%s-%s" .Release.Name (include "gradloc.name" .) | trunc 40 | trimSuffix "-" -}}
+{{- end -}}
+{{- end -}}
+
+{{/* Labels of an object; call with (dict "top" $ "part" "detector"). */}}
+{{- define "gradloc.labels" -}}
+{{ include "gradloc.selector" . }}
+app.kubernetes.io/version: {{ .top.Chart.AppVersion | quote }}
+app.kubernetes.io/managed-by: {{ .top.Release.Service }}
+helm.sh/chart: {{ printf "%s-%s" .top.Chart.Name .top.Chart.Version }}
+{{- with .top.Values.commonLabels }}
+{{ toYaml . }}
+{{- end }}
+{{- end -}}
+
+{{- define "gradloc.selector" -}}
+app.kubernetes.io/name: {{ include "gradloc.name" .top }}
+app.kubernetes.io/instance: {{ .top.Release.Name }}
+app.kubernetes.io/component: {{ .part }}
+{{- end -}}
+
+{{- define "gradloc.image" -}}
+{{- printf "%s/%s:%s" .top.Values.image.repository .name (default .top.Chart.AppVersion .top.Values.image.tag) -}}
+{{- end -}}
+
+{{/* The restricted profile of pod security; the user of all our images is 65532. */}}
+{{- define "gradloc.podSecurity" -}}
+runAsNonRoot: true
+runAsUser: 65532
+runAsGroup: 65532
+fsGroup: 65532
+fsGroupChangePolicy: OnRootMismatch
+seccompProfile: {type: RuntimeDefault}
+{{- end -}}
+
+{{- define "gradloc.containerSecurity" -}}
+allowPrivilegeEscalation: false
+readOnlyRootFilesystem: true
+capabilities: {drop: [ALL]}
+{{- end -}}
+
+{{- define "gradloc.spread" -}}
+- maxSkew: 1
+  topologyKey: kubernetes.io/hostname
+  whenUnsatisfiable: ScheduleAnyway
+  labelSelector:
+    matchLabels:
+      {{- include "gradloc.selector" . | nindent 6 }}
+{{- end -}}
+
+{{- define "gradloc.redisSecret" -}}
+{{- if .Values.redis.enabled -}}
+{{- default (printf "%s-redis" (include "gradloc.fullname" .)) .Values.redis.existingSecret -}}
+{{- else -}}
+{{- required "redis.external.existingSecret is needed when redis.enabled is false: a secret with the key url" .Values.redis.external.existingSecret -}}
+{{- end -}}
+{{- end -}}
+
+{{/* The environment that reaches Redis. The password is put in by the kubelet, so no manifest holds it. */}}
+{{- define "gradloc.redisEnv" -}}
+{{- if .Values.redis.enabled }}
+- name: REDIS_PASSWORD
+  valueFrom: {secretKeyRef: {name: {{ include "gradloc.redisSecret" . }}, key: password}}
+- name: GRADLOC_REDIS_URL
+  value: redis://:$(REDIS_PASSWORD)@{{ include "gradloc.fullname" . }}-redis:6379/0
+{{- else }}
+- name: GRADLOC_REDIS_URL
+  valueFrom: {secretKeyRef: {name: {{ include "gradloc.redisSecret" . }}, key: url}}
+{{- end }}
+{{- end -}}
+
+{{- define "gradloc.raySecret" -}}
+{{- if eq .Values.localizer.mode "external" -}}
+{{- .Values.localizer.external.existingSecret -}}
+{{- else -}}
+{{- default (printf "%s-ray" (include "gradloc.fullname" .)) .Values.localizer.rayTokenSecret -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "gradloc.rayAddress" -}}
+{{- if eq .Values.localizer.mode "rayCluster" -}}
+{{- printf "http://%s-localizer-head-svc:8265" (include "gradloc.fullname" .) -}}
+{{- else if eq .Values.localizer.mode "external" -}}
+{{- required "localizer.external.address is needed when localizer.mode is external: http://host:8265" .Values.localizer.external.address -}}
+{{- end -}}
+{{- end -}}
+
+{{/* A generated value that an upgrade keeps; call with (dict "top" $ "name" SECRET "key" KEY). */}}
+{{- define "gradloc.kept" -}}
+{{- $known := lookup "v1" "Secret" .top.Release.Namespace .name -}}
+{{- if and $known $known.data (hasKey $known.data .key) -}}
+{{- index $known.data .key -}}
+{{- else -}}
+{{- randAlphaNum 48 | b64enc -}}
+{{- end -}}
+{{- end -}}
