@@ -27,6 +27,7 @@ train(
 
 
 @pytest.mark.full
+@pytest.mark.timeout(1_000)
 def test_the_doctor_and_verify_step_on_a_struck_run(tmp_path, gradloc):
     work, judge = tmp_path / "run", tmp_path / "judge"
     work.mkdir()
