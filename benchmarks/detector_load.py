@@ -9,11 +9,11 @@ machine with two idle cores: Redis and the publisher take one.
 
 import argparse
 import json
-import subprocess
 import sys
 
 import redis
 from bus_throughput import connected, own_redis
+from detection.provenance import commit
 from load import fleet, throughput
 from load.events import Events
 
@@ -61,17 +61,12 @@ def measure(options: argparse.Namespace) -> dict[str, object]:
     return {
         "benchmark": "detector_load",
         "seed": SEED,
-        "commit": _commit(),
+        "commit": commit(),
         "num_layers": 64,
         "throughput": fast,
         "live": live,
         "bounds": bounded,
     }
-
-
-def _commit() -> str:
-    command = ["git", "describe", "--always", "--dirty", "--abbrev=12"]
-    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
 
 
 def main() -> None:

@@ -38,6 +38,9 @@ def outcome(*arguments, **environment):
         (["--redis", "nonsense"], "redis://"),
         (["--jobs-max", "0"], "--jobs-max"),
         (["--strategy", "guess"], "attribution"),
+        (["--sensitivity", "nan"], "--sensitivity"),
+        (["--snapshot-timeout", "nan"], "--snapshot-timeout"),
+        (["--sensitivity", "0"], "0.1<=x<=1000.0"),
     ],
 )
 def test_bad_input_is_one_clear_line_and_exit_code_2(arguments, hint):

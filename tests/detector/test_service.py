@@ -11,6 +11,7 @@ import redis
 
 from gradloc_detector.dispatch import Dispatcher, JobTemplate, RayJobs
 from gradloc_detector.metrics import MetricsServer
+from gradloc_detector.policy import Policy
 from gradloc_detector.service import DetectorService, Settings
 from gradloc_proto import codec, streams
 from gradloc_proto.bus import BusUnavailable, Commit, CommitResult
@@ -105,6 +106,34 @@ def test_a_spike_goes_from_the_steps_to_the_incidents_and_limits(bus, story):
     turns(service)
     assert kinds(bus, story.run) == ["incident_opened", "incident_resolved"]
     assert read(bus, story.run, "limits")[-1] == story.messages("limits")[-1]
+    service.close()
+
+
+def test_the_sensitivity_of_the_service_is_that_of_new_runs(bus, story):
+    publish(bus, story.run, started(story.run), *story.steps(0, 29), story.step(30, norm=4.0))
+    service = DetectorService(bus, settings=QUICK, policy=Policy(sensitivity=10.0))
+    turns(service)
+    assert kinds(bus, story.run) == []
+    publish(bus, story.run, story.step(31, norm=40.0))
+    turns(service)
+    assert kinds(bus, story.run) == ["incident_opened"]
+    service.close()
+
+
+def test_a_long_backlog_is_folded_in_turns_that_leave_time_for_leases_and_jobs(new_story):
+    now = [0.0]
+
+    def clock():
+        now[0] += 0.2  # whoever looks at it has worked meanwhile
+        return now[0]
+
+    bus, runs = MemoryBus(), [new_story(run=f"run-{number}") for number in range(30)]
+    for told in runs:
+        publish(bus, told.run, started(told.run), *told.steps(0, 20))
+    service = DetectorService(bus, settings=replace(QUICK, lease_ttl_s=600.0, turn_s=0.5), monotonic=clock)
+    read_by_turn = [service.turn() for _ in range(30)]
+    assert sum(read_by_turn) == 30 * 22
+    assert max(read_by_turn) <= 10 * 22
     service.close()
 
 

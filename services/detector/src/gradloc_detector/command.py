@@ -2,22 +2,32 @@
 
 import json
 import logging
+import math
 import os
 import signal
 import sys
 import threading
 from types import FrameType
+from typing import Any
 
 import click
 
 from gradloc_detector.dispatch import Dispatcher, JobTemplate, RayJobs
 from gradloc_detector.metrics import Metrics, MetricsServer
-from gradloc_detector.policy import Policy
+from gradloc_detector.policy import SENSITIVITY_RANGE, Policy
 from gradloc_detector.service import DetectorService, Settings
 from gradloc_proto.bus import BusUnavailable
 from gradloc_proto.redis_bus import RedisBus
 
 log = logging.getLogger("gradloc.detector")
+
+
+class _Range(click.FloatRange):
+    """A range that NaN is not in."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        number = super().convert(value, param, ctx)
+        return self.fail(f"{value!r} is not a number; expected one", param, ctx) if math.isnan(number) else number
 
 
 class BadInput(click.ClickException):
@@ -72,10 +82,19 @@ class _JsonLines(logging.Formatter):
 @click.option(
     "--snapshot-timeout",
     "snapshot_timeout_s",
-    type=click.FloatRange(1.0, 86_400.0),
+    type=_Range(1.0, 86_400.0),
     default=Policy.__dataclass_fields__["snapshot_timeout_s"].default,
     show_default=True,
     help="Seconds to wait for a spike's snapshot.",
+)
+@click.option(
+    "--sensitivity",
+    envvar="GRADLOC_SENSITIVITY",
+    type=_Range(*SENSITIVITY_RANGE),
+    default=Policy.__dataclass_fields__["sensitivity"].default,
+    show_default=True,
+    help="Limits are multiplied by it: 2 tolerates spikes twice as large. For runs that are new to the detector. "
+    "[env: GRADLOC_SENSITIVITY]",
 )
 @click.option("--json", "is_json", is_flag=True, help="Log lines as JSON.")
 def detector(
@@ -87,6 +106,7 @@ def detector(
     localizer_python: str,
     strategy: str,
     snapshot_timeout_s: float,
+    sensitivity: float,
     is_json: bool,
 ) -> None:
     """Fold the steps of all runs: open incidents, publish limits, send localizations to Ray."""
@@ -112,7 +132,7 @@ def detector(
         bus,
         dispatcher=dispatcher,
         metrics=metrics,
-        policy=Policy(snapshot_timeout_s=snapshot_timeout_s),
+        policy=Policy(snapshot_timeout_s=snapshot_timeout_s, sensitivity=sensitivity),
         settings=Settings(jobs_max=jobs_max),
     )
     stop = threading.Event()

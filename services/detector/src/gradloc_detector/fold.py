@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 
 from gradloc_detector import incidents, localizations, sequence, steps
-from gradloc_detector.policy import DEFAULT_POLICY, LABELS_MAX, REQUESTS_KEPT_MAX, Policy
+from gradloc_detector.policy import DEFAULT_POLICY, LABELS_MAX, REQUESTS_KEPT_MAX, SENSITIVITY_RANGE, Policy
 from gradloc_detector.state import Book, DetectorState, Effects, Emit, Rejection
 from gradloc_proto import rules
 from gradloc_proto.messages import (
@@ -38,7 +38,6 @@ ACCEPTED: dict[StreamName, tuple[type[Message], ...]] = {
     "control": (SnapshotRequested, RelocalizeRequested, OverrideSet, Tick, JobReported),
     "findings": (LocalizationStarted, LocalizationProgressed, LocalizationFinished, LocalizationFailed),
 }
-_SENSITIVITY_RANGE = (0.1, 1000.0)
 
 
 def fold(state: DetectorState, message: Message, policy: Policy = DEFAULT_POLICY) -> tuple[DetectorState, Effects]:
@@ -65,7 +64,7 @@ def _fold(state: DetectorState, message: Message, policy: Policy) -> tuple[Detec
         case RunEnded():
             return _run_ended(state, message, policy)
         case OverrideSet():
-            return _overridden(state, message)
+            return _overridden(state, message, policy)
         case Tick():
             book, effects = _ticked(book, message, policy)
         case SnapshotCommitted():
@@ -171,14 +170,14 @@ def _run_ended(state: DetectorState, message: RunEnded, policy: Policy) -> tuple
     return replace(state, book=book.model_copy(update={"ended": True})), gaps + ends
 
 
-def _overridden(state: DetectorState, message: OverrideSet) -> tuple[DetectorState, Effects]:
+def _overridden(state: DetectorState, message: OverrideSet, policy: Policy) -> tuple[DetectorState, Effects]:
     book = state.book
     if message.request_id in book.requests:
         return state, ()
-    low, high = _SENSITIVITY_RANGE
+    low, high = SENSITIVITY_RANGE
     if message.name != "sensitivity":
         return state, (Rejection(f"override {message.name[:40]!r} is not known; known: sensitivity"),)
-    value = 1.0 if message.value is None else message.value
+    value = policy.sensitivity if message.value is None else message.value
     if not low <= value <= high:
         return state, (Rejection(f"override sensitivity={value:g} is outside {low:g} to {high:g}"),)
     requests = (*book.requests, message.request_id)[-REQUESTS_KEPT_MAX:]

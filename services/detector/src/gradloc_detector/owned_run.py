@@ -94,7 +94,7 @@ class OwnedRun:
 
     def _load(self, bus: Bus) -> None:
         checkpoint = bus.load_checkpoint(self.run_id)
-        state, cursors = initial_state(self.run_id), dict.fromkeys(STREAMS, START)
+        state, cursors = initial_state(self.run_id, self._policy.sensitivity), dict.fromkeys(STREAMS, START)
         lost = None
         if checkpoint is not None:
             try:

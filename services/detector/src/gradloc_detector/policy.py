@@ -7,6 +7,9 @@ from dataclasses import dataclass
 class Policy:
     """How incidents live and how localizations are tried. Seconds are measured by Tick messages."""
 
+    # Limits are multiplied by it: 2 tolerates spikes twice as large. Of runs that are new; each may override it.
+    sensitivity: float = 1.0
+
     # Incidents.
     resolve_after_steps: int = 20  # healthy steps in a row; fewer would split one trouble into two alerts
     worsened_factor: float = 2.0  # a joining spike this much worse than the worst so far is told anew
@@ -37,6 +40,7 @@ class Policy:
 DEFAULT_POLICY = Policy()
 
 # Bounds of what one run can put into the state, whatever is written into its streams.
+SENSITIVITY_RANGE = (0.1, 1000.0)
 STEP_JUMP_MAX = 1_000_000  # a step this far ahead is an absurd id, not a gap
 LAYERS_MAX = 512
 LAYER_NAME_LENGTH_MAX = 200

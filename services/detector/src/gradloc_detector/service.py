@@ -42,6 +42,7 @@ class Settings:
     read_count: int = 256
     read_runs: int = 64  # runs per pipelined read ...
     read_runs_behind: int = 2  # ... and of those with a backlog: what is read at once must fit the cache
+    turn_s: float = 1.0  # of reading and folding, before the other duties have their turn
     commit_every: int = 64
     commit_every_s: float = 5.0  # of a checkpoint; what is to be told is committed at once
     poll_s: float = 0.05
@@ -205,7 +206,10 @@ class DetectorService:
     def _read(self, now: float) -> int:
         due = [watch for watch in self._owned() if now >= watch.read_at and now >= watch.aside_until]
         num_read, lag_s = 0, 0.0
+        deadline = self._monotonic() + self._settings.turn_s
         for batch in self._batches(due):
+            if self._monotonic() > deadline:
+                break  # leases, ticks and jobs are due as well; who was not read is first in the next turn
             for watch in batch:
                 self._guarded(watch, now, partial(self._check, watch, now))
             batch = [watch for watch in batch if watch.run.is_owned and now >= watch.aside_until]
@@ -225,12 +229,15 @@ class DetectorService:
         self.metrics.lag_s.set(lag_s)
         return num_read
 
-    def _batches(self, due: list[_Watch]) -> Iterator[list[_Watch]]:
+    def _batches(self, due: list[_Watch]) -> list[list[_Watch]]:
+        """Runs to be read together; who has waited longest comes first."""
+        due.sort(key=lambda watch: watch.read_at)
         behind = [watch for watch in due if watch.is_behind]
         level = [watch for watch in due if not watch.is_behind]
+        batches = []
         for watches, size in ((level, self._settings.read_runs), (behind, self._settings.read_runs_behind)):
-            for start in range(0, len(watches), size):
-                yield watches[start : start + size]
+            batches += [watches[start : start + size] for start in range(0, len(watches), size)]
+        return sorted(batches, key=lambda batch: batch[0].read_at)
 
     def _check(self, watch: _Watch, now: float) -> None:
         if now >= watch.loss_check_at:

@@ -157,8 +157,8 @@ class StateRejected(ValueError):
     """Bytes that are not a checkpoint of this version; the text says why."""
 
 
-def initial_state(run_id: str) -> DetectorState:
-    return DetectorState(Book(run_id=run_id))
+def initial_state(run_id: str, sensitivity: float = 1.0) -> DetectorState:
+    return DetectorState(Book(run_id=run_id), rules.RunState(sensitivity=rules.Sensitivity(scale=sensitivity)))
 
 
 def dump(state: DetectorState) -> bytes:
