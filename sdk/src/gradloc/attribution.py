@@ -11,7 +11,7 @@ Knows no limit and no culprit. Shapes: B rows, R positions with a logp.
 import math
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -34,23 +34,32 @@ CHECKSUM_TOLERANCE = {torch.float32: 0.005, torch.float64: 0.005}
 CHECKSUM_TOLERANCE_LOW_PRECISION = 0.15
 NUM_RESCALES_MAX = 6  # each moves eps by at most 100x: twelve decades in all
 NUM_RETRIES_MAX = 2  # after a bad checksum, before exact derivatives
+ONE_SIDED_TOLERANCE = 0.05  # of a difference to one side: it locates, exact verification follows
+BENT = 0.2  # |sum - 1| of a difference to one side: logp bends, and a second forward pass would be wasted
+NUM_STRAIGHTENED_MAX = 2  # each moves eps by STRAIGHTER; a real rest would never straighten
+STRAIGHTER = 0.1
+CURVATURE_WANTED = 0.03  # its square is about the error of a central difference
 NONLINEAR = 0.1  # curvature against slope of the leading token: above it eps is too large
 
 
 @dataclass(frozen=True)
 class Attribution:
-    """Shares by batch, float64 [B, R] each, zero where the coefficient is zero. `eps` is 0 for exact derivatives."""
+    """Shares by batch, float64 [B, R] each, zero where the coefficient is zero. `eps` is 0 for exact derivatives.
+
+    `slack`: how far the sum may be from one because other tokens were left out.
+    """
 
     shares: tuple[Tensor, ...]
     checksum: float
     eps: float
     tolerance: float
+    slack: float = 0.0
 
     @property
     def is_sound(self) -> bool:
         """Whether the checksum is near one, measured against the largest share that entered the sum."""
         largest = max((float(share.abs().max()) for share in self.shares if share.numel()), default=0.0)
-        return abs(self.checksum - 1.0) <= self.tolerance * max(1.0, largest)
+        return abs(self.checksum - 1.0) <= self.tolerance * max(1.0, largest) + self.slack
 
 
 @dataclass(frozen=True)
@@ -68,15 +77,23 @@ def attribute(
     coefficients: Sequence[Tensor],
     gradient: Gradient,
     logp: Sequence[Tensor],
+    *,
+    one_sided: bool = False,
+    slack: float = 0.0,
 ) -> Attribution:
     """Shares of all tokens in `gradient`, which is that of `coefficients`; `logp` as the replay computed them.
+
+    `one_sided` asks for one forward pass where full precision allows it: good enough to locate. `slack`: part of the
+    gradient that may lie outside of `coefficients`, where these were narrowed down.
 
     Raises ValueError when the gradient is zero or not finite: shares have no meaning then.
     """
     if not math.isfinite(gradient.norm) or gradient.norm == 0.0:
         raise ValueError(f"shares of a gradient of norm {gradient.norm} have no meaning; expected a finite one above 0")
-    prober = _Prober(policy, batches, coefficients, gradient, logp)
-    best = prober.measure(prober.first_eps())
+    prober = _Prober(policy, batches, coefficients, gradient, logp, slack)
+    best = prober.measure(prober.first_eps(), one_sided=one_sided and policy.grid in TAU)
+    if one_sided and not best.is_sound:
+        best = prober.measure(best.eps)
     for _ in range(NUM_RETRIES_MAX):
         if best.is_sound:
             return best
@@ -85,6 +102,7 @@ def attribute(
             break
         best = min(best, retry, key=lambda found: abs(found.checksum - 1.0))
     exact = None if best.is_sound else _exactly(policy, batches, coefficients, gradient, best.tolerance)
+    exact = exact if exact is None else replace(exact, slack=slack)
     if exact is not None and abs(exact.checksum - 1.0) < abs(best.checksum - 1.0):
         return exact
     return best
@@ -193,7 +211,9 @@ class _Prober:
         coefficients: Sequence[Tensor],
         gradient: Gradient,
         logp: Sequence[Tensor],
+        slack: float = 0.0,
     ) -> None:
+        self._slack = slack
         self._policy = policy
         self._batches = batches
         self._coefficients = coefficients
@@ -209,38 +229,55 @@ class _Prober:
         largest = max(float(coefficient.abs().max()) for coefficient in self._coefficients if coefficient.numel())
         return self._reach.first_eps(largest, self._norm)
 
-    def measure(self, eps: float) -> Attribution:
+    def measure(self, eps: float, *, one_sided: bool = False) -> Attribution:
         """Shares at an eps near `eps` that moves the leading token's logp by about tau."""
         plus: list[Tensor] = []
+        num_straightened = 0
         for _ in range(NUM_RESCALES_MAX):
             plus = self._log_probs(eps)
             better = self._reach.next_eps(eps, leader(self._coefficients, plus, self._logp)[1])
+            if better is None and self._bends(plus, eps) and num_straightened < NUM_STRAIGHTENED_MAX:
+                num_straightened += 1
+                better = eps * STRAIGHTER
             if better is None:
                 break
             eps = better
+        if one_sided:
+            shares = shares_of(self._coefficients, plus, self._logp, eps / 2, self._norm)
+            return self._found(shares, eps, ONE_SIDED_TOLERANCE)
         return self._attribution(eps, plus)
+
+    def _bends(self, plus: Sequence[Tensor], eps: float) -> bool:
+        """Whether the sum to one side is far from one although rounding is not to blame."""
+        if self._policy.grid not in TAU:
+            return False
+        shares = shares_of(self._coefficients, plus, self._logp, eps / 2, self._norm)
+        largest = max((float(share.abs().max()) for share in shares if share.numel()), default=0.0)
+        total = math.fsum(float(share.sum()) for share in shares)
+        return abs(total - 1.0) > BENT * max(1.0, largest) + self._slack
 
     def retry(self) -> Attribution | None:
         """Shares at a smaller eps where the logp bends, at a larger one where rounding speaks; None to give up."""
         assert self._last is not None
         curvature = self._curvature(self._last)
-        direction = 0.25 if not curvature < NONLINEAR else 4.0
+        bends = not curvature < NONLINEAR
+        direction = -1.0 if bends else 1.0
         if self._direction and direction != self._direction:
             return None  # between the two lies nothing better
         self._direction = direction
-        eps = self._last.eps * direction
+        factor = min(max(CURVATURE_WANTED / curvature, 0.01), 0.25) if bends and math.isfinite(curvature) else 0.25
+        eps = self._last.eps * (factor if bends else 4.0)
         return self._attribution(eps, self._log_probs(eps))
 
     def _attribution(self, eps: float, plus: list[Tensor]) -> Attribution:
         minus = self._log_probs(-eps)
         self._last = _Step(eps, plus, minus)
         shares = shares_of(self._coefficients, plus, minus, eps, self._norm)
-        return Attribution(
-            shares=shares,
-            checksum=float(sum(float(share.sum()) for share in shares)),
-            eps=eps,
-            tolerance=self._tolerance,
-        )
+        return self._found(shares, eps, self._tolerance)
+
+    def _found(self, shares: tuple[Tensor, ...], eps: float, tolerance: float) -> Attribution:
+        checksum = math.fsum(float(share.sum()) for share in shares)
+        return Attribution(shares, checksum, eps, tolerance, self._slack)
 
     def _log_probs(self, eps: float) -> list[Tensor]:
         found = []

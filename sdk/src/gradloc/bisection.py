@@ -1,8 +1,8 @@
 """Bisection: the search that the published method describes, by replays of ever smaller segments.
 
 Global -> micro-batch -> rank -> sequence -> token; the larger side first, then back for further
-culprits (depth first); a segment of n of N tokens is suspect above limit * sqrt(n / N), for
-independent gradients add like that. The only strategy for gradients that are not finite: a segment
+culprits (depth first); a segment is suspect above its own limit (gradloc_proto.rules.segment_limit), for
+independent gradients add like roots. The only strategy for gradients that are not finite: a segment
 that holds the cause is not finite either. Knows no cause.
 """
 
@@ -17,6 +17,7 @@ from torch import Tensor
 from gradloc.policy import PlacedBatch, Policy
 from gradloc.replay import replay
 from gradloc.verification import Place
+from gradloc_proto import rules
 
 NUM_PROBES_MAX = 256
 NUM_FOUND_MAX = 8
@@ -133,8 +134,23 @@ class _Search:
         return replay(self._policy, self._batches, coefficients).gradient.norm
 
     def _is_suspect(self, norm: float, segment: tuple[Span, ...]) -> bool:
+        if not math.isfinite(norm):
+            return True
+        if not math.isfinite(self._limit):
+            return False
         num_tokens = sum(len(self._columns(span)) for span in segment)
-        return not norm <= self._limit * math.sqrt(num_tokens / self._num_tokens) or norm == math.inf
+        # The step's own limit says what healthy is: the detector may have learnt it, or a person set it.
+        healthy = self._limit / rules.LEVEL_FACTOR["step"]
+        return norm > rules.segment_limit(healthy, num_tokens, self._num_tokens, self._level(segment, num_tokens))
+
+    def _level(self, segment: tuple[Span, ...], num_tokens: int) -> rules.Level:
+        if num_tokens == 1:
+            return "token"
+        if len(segment) == 1:
+            return "sequence"
+        if len({span.batch for span in segment}) == 1:
+            return "micro-batch"
+        return "rank" if len({self._batches[span.batch].rank for span in segment}) == 1 else "step"
 
 
 def _size(norm: float) -> float:

@@ -18,14 +18,20 @@ from gradloc.verification import ExactToken, Place, exact_tokens
 
 NUM_TOKENS_MAX = 8  # more than this is not "a few tokens"
 NUM_ROUNDS_MAX = 4  # of attributing again what a masked replay left
-NUM_CHECKED = 4  # top tokens whose share is verified exactly, whatever the set's size
+NUM_SHOWN = 4  # tokens whose share is shown where no set explains the spike; the first of them is verified exactly
 NUM_CERTAIN = 3  # a set this small needs no gap to the next token
 GAP = 2.0  # smallest share in the set against the largest outside it
 SEQUENCE_SHARE = 0.1  # tokens with this much of the top token's share count as "also large"
 SEQUENCE_FRACTION = 0.25  # so many of them in a row: the row is the culprit, not its tokens
 SEQUENCE_TOKENS_MIN = 4
 CONCENTRATED = 0.75  # one token with this much of its row's share speaks for itself
-SEQUENCE_COEFFICIENT = 5.0  # median |c| of a row against the batch's: the whole row is scaled
+SEQUENCE_COEFFICIENT = 5.0  # |c| of nearly all of a row's tokens against the batch's median: the whole row is scaled
+SEQUENCE_QUANTILE = 0.25  # a few tokens of a short row do not make it large
+CANCELLING = 1.5  # a share beyond it: tokens that pull against each other
+CANCELLING_PART = 0.1  # of the largest share: what belongs to the cancelling ones
+# Relative error of exact shares in 16 bits (a backward pass of one row against that of the batch). The masked replay
+# is the proof: granting more than that costs a replay at most.
+SHARE_ERROR_LOW_PRECISION = 0.02
 NUM_ROWS_BISECTED_MAX = 8
 ROWS_FRACTION_MAX = 0.34  # more rows than this is not "a few sequences"
 
@@ -35,7 +41,8 @@ class Scene:
     """One step to explain: the policy, its batches and coefficients, and the gradient they give.
 
     `focus`: layer keys that the explanation is about, where only some layers broke their limit; the
-    gradient is zero elsewhere then, and so is that of every replay.
+    gradient is zero elsewhere then, and so is that of every replay. `scope`: the one batch to look at, where
+    cumulative norms have named it; `slack`: share that may lie elsewhere then.
     """
 
     policy: Policy
@@ -44,15 +51,37 @@ class Scene:
     gradient: Gradient
     logp: Sequence[Tensor]
     focus: frozenset[str] | None = None
+    scope: int | None = None
+    slack: float = 0.0
 
     def under(self, coefficients: Sequence[Tensor]) -> "Scene":
         """The same step under other coefficients, replayed."""
-        replayed = replay(self.policy, self.batches, coefficients)
+        with self.policy.meter.stage("certificate"):
+            replayed = replay(self.policy, self.batches, coefficients)
         gradient = replayed.gradient if self.focus is None else replayed.gradient.only(self.focus)
-        return replace(self, coefficients=coefficients, gradient=gradient, logp=replayed.logp)
+        return replace(self, coefficients=coefficients, gradient=gradient, logp=replayed.logp, scope=None, slack=0.0)
 
-    def attributed(self) -> Attribution:
-        return attribute(self.policy, self.batches, self.coefficients, self.gradient, self.logp)
+    def attributed(self, *, one_sided: bool = False) -> Attribution:
+        coefficients = [
+            coefficient if self.scope in (None, index) else torch.zeros_like(coefficient)
+            for index, coefficient in enumerate(self.coefficients)
+        ]
+        with self.policy.meter.stage("attribution"):
+            return attribute(
+                self.policy,
+                self.batches,
+                coefficients,
+                self.gradient,
+                self.logp,
+                one_sided=one_sided,
+                slack=self.slack,
+            )
+
+    @property
+    def share_error(self) -> float:
+        """What exact shares may be wrong by."""
+        full = self.policy.grid in (torch.float32, torch.float64)
+        return 0.0 if full else SHARE_ERROR_LOW_PRECISION
 
 
 @dataclass(frozen=True)
@@ -122,19 +151,20 @@ def row_shares(shares: Sequence[Tensor]) -> list[tuple[tuple[int, int], float]]:
 
 def num_tokens_lower_bound(attribution: Attribution, norm: float, limit: float) -> int | None:
     """Fewer tokens than this cannot explain the spike, the checksum's error granted; None: no number of tokens can."""
-    slack = abs(attribution.checksum - 1.0)
+    slack = abs(attribution.checksum - 1.0) + attribution.slack
     shares = torch.cat([share.flatten() for share in attribution.shares]).tolist()
     return fewest(shares, target_share(norm, limit) - slack)
 
 
 def verified(scene: Scene, places: Sequence[Place]) -> dict[Place, ExactToken]:
     """Exact shares of these tokens in the scene's gradient."""
-    return exact_tokens(scene.policy, scene.batches, scene.coefficients, scene.gradient, places)
+    with scene.policy.meter.stage("verification"):
+        return exact_tokens(scene.policy, scene.batches, scene.coefficients, scene.gradient, places)
 
 
 def verified_top(scene: Scene, attribution: Attribution) -> dict[Place, ExactToken]:
-    """Exact shares of the tokens that look largest."""
-    return verified(scene, [place for place, _ in ranked(attribution.shares, NUM_CHECKED)])
+    """Exact share of the token that looks largest."""
+    return verified(scene, [place for place, _ in ranked(attribution.shares, 1)])
 
 
 def find_tokens(
@@ -161,7 +191,7 @@ def find_tokens(
         found = CulpritSet(tuple(chosen), current.gradient, holds, bound, gap if found is None else min(gap, found.gap))
         if holds or not current.gradient.is_finite or len(chosen) >= NUM_TOKENS_MAX:
             break
-        seen = current.attributed()
+        seen = current.attributed(one_sided=True)
         if not seen.is_sound:
             break
     exact.update(verified(scene, [place for place in chosen if place not in exact]))
@@ -172,13 +202,17 @@ def _pick(
     scene: Scene, attribution: Attribution, limit: float, known: dict[Place, ExactToken], num_max: int
 ) -> tuple[list[Place], float] | None:
     """The fewest tokens by exact share that reach the target, and the gap to the next one."""
-    target = target_share(scene.gradient.norm, limit)
+    target = target_share(scene.gradient.norm, limit) - scene.share_error
     candidates = ranked(attribution.shares, num_max + 1)
+    if candidates and abs(candidates[0][1]) > CANCELLING:
+        return _pick_cancelling(candidates, num_max)
     needed = fewest([share for _, share in candidates], target)
     if needed is None or needed > num_max:
         return None
     needed = max(needed, 1)
-    unknown = [place for place, _ in candidates[: needed + 1] if place not in known]
+    # In 16 bits the next one may be the right one.
+    num_checked = needed + (1 if scene.share_error else 0)
+    unknown = [place for place, _ in candidates[:num_checked] if place not in known]
     exact = {**known, **verified(scene, unknown)}
     shares = {place: exact[place].share if place in exact else share for place, share in candidates}
     order = sorted(shares, key=lambda place: -shares[place])
@@ -191,12 +225,23 @@ def _pick(
     return order[:again], gap
 
 
+def _pick_cancelling(candidates: Sequence[tuple[Place, float]], num_max: int) -> tuple[list[Place], float] | None:
+    """Tokens that pull against each other leave together: one of them gone, the other would be the spike."""
+    bar = CANCELLING_PART * abs(candidates[0][1])
+    chosen = [(place, share) for place, share in candidates if abs(share) >= bar]
+    if len(chosen) > num_max:
+        return None
+    rest = max((abs(share) for _, share in candidates if abs(share) < bar), default=0.0)
+    return [place for place, _ in chosen], abs(chosen[-1][1]) / rest if rest > 0 else float("inf")
+
+
 def find_rows(scene: Scene, attribution: Attribution, limit: float) -> CulpritSet | None:
     """The fewest sequences that explain the spike, with their proof; None when it takes more than a few."""
     sums = row_shares(attribution.shares)
     num_active = sum(1 for coefficient in scene.coefficients for row in coefficient if bool((row != 0).any()))
     num_max = max(1, int(num_active * ROWS_FRACTION_MAX))
-    needed = fewest([share for _, share in sums], target_share(scene.gradient.norm, limit))
+    target = target_share(scene.gradient.norm, limit) - scene.share_error
+    needed = fewest([share for _, share in sums], target)
     while needed is not None and max(needed, 1) <= num_max:
         needed = max(needed, 1)
         rows = tuple(row for row, _ in sums[:needed])
@@ -236,7 +281,7 @@ def is_whole_row(scene: Scene, row: tuple[int, int], shares: Sequence[Tensor]) -
     )
     others = others[others > 0]
     comparable = len(own) >= SEQUENCE_TOKENS_MIN and len(others) > 0
-    if comparable and float(own.median()) >= SEQUENCE_COEFFICIENT * float(others.median()):
+    if comparable and float(own.quantile(SEQUENCE_QUANTILE)) >= SEQUENCE_COEFFICIENT * float(others.median()):
         return True
     num_large = int((share_R >= SEQUENCE_SHARE * float(share_R.max())).sum())
     return num_large >= max(SEQUENCE_TOKENS_MIN, SEQUENCE_FRACTION * len(own))

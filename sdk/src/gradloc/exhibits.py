@@ -116,7 +116,7 @@ def show(
     `sizes`: residual rms of the whole step's forward passes, as `residual_sizes` collected them.
     """
     exhibits = Exhibits(scene.batches, scene.coefficients, texts)
-    shares = dict(culprits.ranked(attribution.shares, culprits.NUM_CHECKED)) if attribution is not None else {}
+    shares = dict(culprits.ranked(attribution.shares, culprits.NUM_SHOWN)) if attribution is not None else {}
     shares.update({place: token.share for place, token in exact.items()})
     by_sequence = () if attribution is None else exhibits.by_sequence(attribution)
     places = _places_to_show(found, shares, attribution)

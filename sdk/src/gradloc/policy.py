@@ -7,7 +7,7 @@ V vocabulary entries.
 import contextlib
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
@@ -47,13 +47,26 @@ def place(parts: Sequence[tuple[Sequence[MicroBatch], float]]) -> tuple[PlacedBa
 
 @dataclass
 class Meter:
-    """Work done, in tokens. One step is forward (1/3) and backward (2/3) of `num_tokens_step` tokens."""
+    """Work done, in tokens. One step is forward (1/3) and backward (2/3) of `num_tokens_step` tokens.
+
+    `stages`: steps by what they were for.
+    """
 
     num_tokens_step: int
     num_tokens_forward: int = 0
     num_tokens_backward: int = 0
     num_forwards: int = 0
     num_backwards: int = 0
+    stages: dict[str, float] = field(default_factory=dict)
+
+    @contextlib.contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """Counts what is done inside under `name`."""
+        before = self.steps
+        try:
+            yield
+        finally:
+            self.stages[name] = self.stages.get(name, 0.0) + self.steps - before
 
     @property
     def steps(self) -> float:
@@ -173,10 +186,10 @@ def cut(batch: MicroBatch, rows: Tensor, end: int) -> MicroBatch:
     """
     num_kept = end - batch.first_position
     changed: dict[str, Any] = {}
-    for field in fields(MicroBatch):
-        value = getattr(batch, field.name)
+    for one in fields(MicroBatch):
+        value = getattr(batch, one.name)
         if isinstance(value, Tensor):
-            changed[field.name] = value[rows][:, : end if field.name.endswith("_BT") else num_kept]
+            changed[one.name] = value[rows][:, : end if one.name.endswith("_BT") else num_kept]
     if batch.uids:
         changed["uids"] = tuple(batch.uids[row] for row in rows.tolist() if row < len(batch.uids))
     return replace(batch, **changed)

@@ -4,7 +4,7 @@ Knows no cause: `Search.kind` is what the set is made of, the verdict before the
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from gradloc import culprits
 from gradloc.attribution import Attribution
@@ -26,9 +26,17 @@ class Search:
     attribution: Attribution | None = None
 
 
-def by_attribution(scene: Scene, limit: float, healthy_norm: float | None) -> Search:
-    """Shares of all tokens at once, then the fewest tokens, else the fewest sequences."""
+def by_attribution(scene: Scene, limit: float, healthy_norm: float | None, *, scope: int | None = None) -> Search:
+    """Shares of all tokens at once, then the fewest tokens, else the fewest sequences.
+
+    `scope`: the batch (its number) that made the norm jump, where the trainer measured it after each micro-batch.
+    """
+    whole = scene
+    if scope is not None:
+        scene = replace(scene, scope=scope, slack=limit / scene.gradient.norm)
     attribution = scene.attributed()
+    if scope is not None and not attribution.is_sound:
+        return by_attribution(whole, limit, healthy_norm)
     if healthy_norm is not None and scene.focus is None and scene.gradient.norm < SPIKE_OVER_HEALTHY_MIN * healthy_norm:
         return Search("batch-wide", None, culprits.verified_top(scene, attribution), attribution)
     tried_rows = attribution.is_sound and culprits.is_whole_row(
@@ -49,7 +57,8 @@ def by_attribution(scene: Scene, limit: float, healthy_norm: float | None) -> Se
 
 def by_bisection(scene: Scene, limit: float) -> Search:
     """Tokens that the search reached, the fewest of them that hold; else the few sequences that it ended in."""
-    result = bisect(scene.policy, scene.batches, scene.coefficients, limit)
+    with scene.policy.meter.stage("bisection"):
+        result = bisect(scene.policy, scene.batches, scene.coefficients, limit)
     exact = culprits.verified(scene, result.tokens)
     order = sorted(result.tokens, key=lambda place: -exact[place].share)
     target = culprits.target_share(scene.gradient.norm, limit)

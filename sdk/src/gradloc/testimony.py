@@ -11,14 +11,22 @@ from dataclasses import dataclass
 
 from pydantic import Field
 
-from gradloc.culprits import CONCENTRATED, GAP, NUM_CERTAIN, NUM_TOKENS_MAX, ROWS_FRACTION_MAX, fewest, target_share
+from gradloc.culprits import (
+    CANCELLING,
+    CANCELLING_PART,
+    CONCENTRATED,
+    GAP,
+    NUM_CERTAIN,
+    NUM_TOKENS_MAX,
+    ROWS_FRACTION_MAX,
+    fewest,
+    target_share,
+)
 from gradloc_proto.messages import Culprit, SequenceView, Verdict
 from gradloc_proto.parts import Evidence as EvidenceValue
 from gradloc_proto.parts import Part
 
 NUM_ROWS_MAX = 64  # of a rank, largest first
-CANCELLING = 1.2  # a share beyond it: tokens that pull against each other
-CANCELLING_PART = 0.05  # of the largest share: what belongs to the cancelling ones
 
 
 class RowShare(Part):
