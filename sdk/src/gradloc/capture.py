@@ -41,6 +41,13 @@ class _Captured:
     uids: tuple[str, ...]
     temperature: float
     coefficient_BR: torch.Tensor | None = None
+    entropy_BR: torch.Tensor | None = None
+    entropy_coefficient_BR: torch.Tensor | None = None
+
+    def saw_entropy(self, grad_BR: torch.Tensor) -> None:
+        """Hook on the entropy, as `saw`."""
+        seen = self.entropy_coefficient_BR
+        self.entropy_coefficient_BR = grad_BR.detach().clone() if seen is None else seen + grad_BR.detach()
 
     def saw(self, grad_BR: torch.Tensor) -> None:
         """Hook: add what this backward saw; a second backward through the same logp adds to the first."""
@@ -68,6 +75,7 @@ class Capture:
         attention_mask: torch.Tensor | None,
         position_ids: torch.Tensor | None,
         temperature: float,
+        entropy: torch.Tensor | None = None,
     ) -> None:
         """Register one micro-batch. Raises ValueError when shapes do not fit together."""
         if not logp_BR.requires_grad:  # an evaluation pass: there will be no backward
@@ -99,6 +107,9 @@ class Capture:
             temperature=float(temperature),
         )
         logp_BR.register_hook(captured.saw)  # type: ignore[no-untyped-call]
+        if entropy is not None and entropy.requires_grad:
+            captured.entropy_BR = _optional("entropy", entropy, tuple(logp_BR.shape))
+            entropy.register_hook(captured.saw_entropy)  # type: ignore[no-untyped-call]
         self._captured.append(captured)
 
     def take(self) -> tuple[MicroBatch, ...]:
@@ -116,6 +127,8 @@ class Capture:
                 old_logp_BR=one.old_logp_BR,
                 advantage_BR=one.advantage_BR,
                 rollout_ids_BR=one.rollout_ids_BR,
+                entropy_BR=None if one.entropy_coefficient_BR is None else one.entropy_BR,
+                entropy_coefficient_BR=one.entropy_coefficient_BR,
                 uids=one.uids,
                 temperature=one.temperature,
             )

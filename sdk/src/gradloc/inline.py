@@ -194,7 +194,7 @@ class InlineLocalizer:
         """Shares of this rank's tokens; all ranks use one eps. Meets the others once a forward."""
         reach = reach_of(work.policy.grid)
         eps = reach.first_eps(coefficient_max, work.gradient.norm)
-        base = [placed.batch.logp_BR.double() for placed in work.placed]
+        base = [placed.logp_BR() for placed in work.placed]
         up: list[Tensor] | None = None
         for attempt in range(NUM_FORWARDS_MAX - 1):
             up = self._forward(work, eps, num_passes)

@@ -27,8 +27,38 @@ class PlacedBatch:
     grad_factor: float = 1.0
 
     def coefficient_BR(self) -> Tensor:
-        """c_i with the rank's factor, float64 [B, R]: the step's gradient is sum_i c_i grad logp_i."""
-        return self.batch.coefficient_BR.double() * self.grad_factor
+        """c_i with the rank's factor, float64 [B, R]: the step's gradient is sum_i c_i grad logp_i.
+
+        With an entropy term, weights of `Policy.log_probs`'s mixture of logp and entropy.
+        """
+        return _weight(self.batch) * self.grad_factor
+
+    def logp_BR(self) -> Tensor:
+        """As the trainer saw it what `Policy.log_probs` computes, float64 [B, R]."""
+        return _mixed(self.batch, self.batch.logp_BR.double(), self.batch.entropy_BR)
+
+
+def _weight(batch: MicroBatch) -> Tensor:
+    """dL/dlogp, or dL/dentropy where that is larger: what a token's term is weighed by, float64 [B, R]."""
+    own_BR = batch.coefficient_BR.double()
+    if batch.entropy_coefficient_BR is None:
+        return own_BR
+    other_BR = batch.entropy_coefficient_BR.double()
+    # A NaN of either must come through.
+    return torch.where((other_BR.abs() > own_BR.abs()) | other_BR.isnan(), other_BR, own_BR)
+
+
+def _mixed(batch: MicroBatch, logp_BR: Tensor, entropy_BR: Tensor | None) -> Tensor:
+    """The token's whole term of the loss over its weight: c logp + d entropy = weight * (this)."""
+    if batch.entropy_coefficient_BR is None or entropy_BR is None:
+        return logp_BR
+    weight_BR = _weight(batch)
+    used = weight_BR != 0
+    c_BR, d_BR = (
+        torch.where(used, part.double() / weight_BR, alone).to(logp_BR)
+        for part, alone in ((batch.coefficient_BR, 1.0), (batch.entropy_coefficient_BR, 0.0))
+    )
+    return c_BR * logp_BR + d_BR * entropy_BR.to(logp_BR)
 
 
 def place(parts: Sequence[tuple[Sequence[MicroBatch], float]]) -> tuple[PlacedBatch, ...]:
@@ -120,7 +150,8 @@ class Policy:
     def log_probs(
         self, batch: MicroBatch, *, to_the_end: bool = True, instead: Mapping[str, Tensor] | None = None
     ) -> Tensor:
-        """Log-probability of the last R ids of each row, float32 or wider [B, R].
+        """Log-probability of the last R ids of each row, float32 or wider [B, R]; where the loss has an entropy term,
+        the mixture of both that the token's weight multiplies.
 
         Nothing that counts is computed at the last position; `to_the_end` computes it all the same, as trainers do:
         what is not finite there reaches the others' gradients. `instead` stands in for parameters by name, such as
@@ -152,7 +183,12 @@ class Policy:
         targets_BR = ids_BT[:, -num_positions:]
         self.meter.num_tokens_forward += fed_BT.numel()
         self.meter.num_forwards += 1
-        return torch.log_softmax(logits_BRV, dim=-1).gather(-1, targets_BR.unsqueeze(-1)).squeeze(-1)
+        logp_BRV = torch.log_softmax(logits_BRV, dim=-1)
+        logp_BR = logp_BRV.gather(-1, targets_BR.unsqueeze(-1)).squeeze(-1)
+        if batch.entropy_coefficient_BR is None:
+            return logp_BR
+        entropy_BR = -(logp_BRV.exp() * logp_BRV).sum(dim=-1)
+        return _mixed(batch, logp_BR, entropy_BR)
 
     def backward(
         self, logp_BR: Tensor, coefficient_BR: Tensor, *, num_tokens: int, keep_graph: bool = False

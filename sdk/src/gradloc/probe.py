@@ -200,6 +200,7 @@ class Probe:
         attention_mask: torch.Tensor | None = None,
         position_ids: torch.Tensor | None = None,
         temperature: float = 1.0,
+        entropy: torch.Tensor | None = None,
     ) -> None:
         """Register one micro-batch, before its backward.
 
@@ -207,7 +208,8 @@ class Probe:
         [B, T]. mask [B, R] (or [B, T]) is 1 where a token is in the loss. rollout_logp and old_logp
         [B, R]; advantage [B] or [B, R]; uid: one name a row (dataset row and prompt), which a finding
         repeats; rollout_ids [B, R]: ids that rollout_logp belongs to, where ids were made from text again;
-        attention_mask and position_ids [B, T] as the model got them; temperature: what logits were divided by.
+        attention_mask and position_ids [B, T] as the model got them; temperature: what logits were divided by;
+        entropy [B, R]: of the whole vocabulary, as the loss uses it, where it has an entropy term.
         """
         try:
             # First, so that the capture sees the coefficients that the step really uses.
@@ -225,6 +227,7 @@ class Probe:
                 attention_mask=attention_mask,
                 position_ids=position_ids,
                 temperature=temperature,
+                entropy=entropy,
             )
 
     @_harmless(_GO)

@@ -43,6 +43,7 @@ class MicroBatch:
     """One micro-batch of one rank as the trainer ran it.
 
     coefficient_BR is dL/dlogp as this rank's backward saw it (raw: also outside the mask, also NaN).
+    entropy_coefficient_BR is dL/dentropy likewise, where the loss has such a term.
     """
 
     ids_BT: torch.Tensor  # int64 [B, T]
@@ -55,6 +56,8 @@ class MicroBatch:
     old_logp_BR: torch.Tensor | None = None
     advantage_BR: torch.Tensor | None = None
     rollout_ids_BR: torch.Tensor | None = None  # int64; what rollout_logp belongs to, where the trainer said so
+    entropy_BR: torch.Tensor | None = None
+    entropy_coefficient_BR: torch.Tensor | None = None
     uids: tuple[str, ...] = ()
     temperature: float = 1.0
 
