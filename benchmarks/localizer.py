@@ -51,7 +51,9 @@ MICRO_BATCHES = (1, 2, 4, 8, 16)
 DTYPES: dict[str, torch.dtype | None] = {"fp32": None, "bf16": torch.bfloat16}
 
 
-def cases(seeds: Sequence[int], families: Sequence[str], dtypes: Sequence[str]) -> Iterator[dict[str, Any]]:
+def cases(
+    seeds: Sequence[int], families: Sequence[str], dtypes: Sequence[str], strategies: Sequence[str]
+) -> Iterator[dict[str, Any]]:
     """One entry a fault, strategy and number format."""
     outcomes: dict[tuple[str, str, str], list[Outcome]] = defaultdict(list)
     ratios: dict[tuple[str, str, str], list[float]] = defaultdict(list)
@@ -71,7 +73,7 @@ def cases(seeds: Sequence[int], families: Sequence[str], dtypes: Sequence[str]) 
                 if case is None:
                     continue
                 one_step_s = min(step_cpu_s(case.step) for _ in range(3))
-                for strategy in STRATEGIES:
+                for strategy in strategies:
                     key = (fault, strategy, dtype)
                     if is_layer and len(outcomes[key]) >= NUM_SEEDS:
                         continue
@@ -143,6 +145,7 @@ def main() -> int:
     parser.add_argument("--seed-base", type=int, default=0, help="first seed (default 0)")
     parser.add_argument("--model", choices=FAMILIES, help="one family only")
     parser.add_argument("--dtype", choices=list(DTYPES), action="append", help="fp32, bf16 (default: both)")
+    parser.add_argument("--strategy", choices=STRATEGIES, action="append", help="one or several (default: all)")
     parser.add_argument("--only", choices=["cases", "growth"], help="one half")
     parser.add_argument("--seeds", type=int, help=f"seeds of every fault (default {NUM_SEEDS})")
     arguments = parser.parse_args()
@@ -153,7 +156,9 @@ def main() -> int:
     families = [arguments.model] if arguments.model else FAMILIES
     result: dict[str, Any] = {"cases": [], "growth": [], "table": []}
     if arguments.only != "growth":
-        result["cases"] = list(cases(seeds, families, arguments.dtype or list(DTYPES)))
+        result["cases"] = list(
+            cases(seeds, families, arguments.dtype or list(DTYPES), arguments.strategy or STRATEGIES)
+        )
     if arguments.only != "cases":
         family = arguments.model or "qwen3"
         result |= growth.measured(family, arguments.seed_base, quick=arguments.quick, say=_say)
