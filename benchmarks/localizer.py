@@ -2,6 +2,8 @@
 
     python benchmarks/localizer.py --json              12 seeds of every fault; about an hour on 2 cores
     python benchmarks/localizer.py --json --quick      1 seed, short growth: shows that it runs
+    Each trial is a line of JSON on the error stream as it ends.
+
     python benchmarks/localizer.py --json --model moe  one family only: qwen3, qwen3-untied, llama, gpt2, moe, lora
 
 Cases. Small randomly initialised models of six families in turn (seed modulo 6), 16 rows in 1, 2, 4, 8 or 16
@@ -34,6 +36,7 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -80,11 +83,10 @@ def cases(
                     outcome = strategy_outcome(case, strategy)
                     outcomes[key].append(outcome)
                     ratios[key].append(outcome.cpu_s / one_step_s)
-                    if key not in memory and (strategy == "attribution" or fault == MEMORY_FAULT):
+                    if key not in memory and fault == MEMORY_FAULT:
                         memory[key] = memory_ratio(case, strategy)
-                    if not outcome.exact and strategy == "attribution":
-                        _say(f"{fault}, {dtype}, seed {seed}, {family}: {outcome.verdict}, {outcome.num_false} false, "
-                             f"{outcome.num_missed} missed")  # fmt: skip
+                    _say(json.dumps({"fault": fault, "strategy": strategy, "dtype": dtype, "seed": seed,
+                                     "family": family} | asdict(outcome)))  # fmt: skip
             _say(f"{dtype} seed {seed} done")
     for key, found in outcomes.items():
         fault, strategy, dtype = key

@@ -21,11 +21,12 @@ from gradloc import inline
 LogpOf = Callable[[nn.Module, torch.Tensor], torch.Tensor]
 SCRIPT = Path(__file__).with_name("inline_ranks.py")
 SPIKE = 12
+REST = 20.0
 
 
 def weights(kind: str, shape: torch.Size, generator: torch.Generator) -> torch.Tensor:
     weight_BR = torch.randn(shape, generator=generator)
-    if kind == "token":
+    if kind in ("token", "rest", "scale"):
         weight_BR[1, 3] = 2e3
     elif kind == "sequence":
         weight_BR[2] = 1e3
@@ -73,6 +74,11 @@ def train(
                 weight_BR = weights(kind if struck else "healthy", logp_BR.shape, generator)
                 probe.tokens(logp_BR, ids_BT, torch.ones_like(logp_BR), rollout_logp=logp_BR.detach())
                 scaler.scale(-(weight_BR * logp_BR).mean()).backward()
+            if kind == "rest" and step == SPIKE:
+                (REST * model.lm_head.weight.square().sum()).backward()
+            if kind == "scale" and step == SPIKE:
+                for parameter in model.parameters():
+                    parameter.grad *= 4  # as an optimizer's wrapper might
             scaler.unscale_(optimizer)
             decisions.append(probe.observe())
             if step == SPIKE:
@@ -123,6 +129,35 @@ def test_number_formats_of_training_are_those_of_the_explanation(
     assert probe.finding.verdict == "token"
     assert (probe.finding.culprits[0].sequence, probe.finding.culprits[0].token) == (1, 4)
     assert abs(probe.finding.checksum - 1) <= (5e-3 if autocast is None else 0.15)
+
+
+def test_what_belongs_to_no_token_is_measured_as_the_rest(tiny_model: nn.Module, logp: LogpOf) -> None:
+    probe, seen, _ = train(tiny_model, logp, "rest", localize="inline")
+    gradients = [value.double() for name, value in seen.items() if name.startswith("grad.")]
+    square = sum(float(gradient.square().sum()) for gradient in gradients)
+    finding = probe.finding
+    assert finding.verdict == "token"
+    assert (finding.culprits[0].sequence, finding.culprits[0].token) == (1, 4)
+    assert 0.02 < finding.rest_share < 0.5
+    assert sum(share for *_, share in finding.shares_by_sequence) == pytest.approx(1 - finding.rest_share, abs=1e-6)
+    weight = _weight_at_the_spike(tiny_model, logp)
+    share = float((2 * REST * weight.double() * seen["grad.lm_head.weight"].double()).sum()) / square
+    assert finding.rest_share == pytest.approx(share, abs=5e-3)
+
+
+def _weight_at_the_spike(model: nn.Module, logp: LogpOf) -> torch.Tensor:
+    """lm_head as it was before the update of the spike."""
+    seen: list[torch.Tensor] = []
+    handle = model.register_forward_pre_hook(lambda *_: seen.append(model.lm_head.weight.detach().clone()))
+    train(model, logp, "rest")
+    handle.remove()
+    return seen[2 * SPIKE]
+
+
+def test_a_scale_between_coefficients_and_gradients_is_an_accounting_fault(tiny_model: nn.Module, logp: LogpOf) -> None:
+    probe, _, _ = train(tiny_model, logp, "scale", localize="inline")
+    assert probe.finding.verdict == "accounting"
+    assert probe.finding.checksum == pytest.approx(0.25, abs=0.01)
 
 
 def test_what_is_not_finite_is_named_without_a_forward_pass(tiny_model: nn.Module, logp: LogpOf) -> None:

@@ -248,8 +248,12 @@ class InlineLocalizer:
         first = order[0] if order else None
         evidence = evidence_of(scene, math.nan, "", Shown(leading=first), layer_growth({}, {}), 0)
         start = 0 if first is None else work.placed[first.batch].batch.first_position
+        base = [placed.logp_BR() for placed in work.placed]
+        norm = work.gradient.norm
         return Testimony(
-            share_sum=math.fsum(float(share.sum()) for share in shares),
+            share_sum=_total(shares),
+            share_sum_up=_total(shares_of(work.coefficients, up, base, eps / 2, norm)),
+            share_sum_down=_total(shares_of(work.coefficients, base, down, eps / 2, norm)),
             culprits=tuple(exhibits.culprit(where, leading[where], None, None) for where in order),
             rows=tuple(
                 RowShare(
@@ -331,6 +335,7 @@ class InlineLocalizer:
             culprits=culprits,
             share=conclusion.share,
             checksum=conclusion.checksum,
+            rest_share=None if conclusion.verdict == "inconclusive" else 1.0 - conclusion.checksum,
             certificate=certificate,
             fidelity=fidelity,
             causes=causes,
@@ -438,6 +443,10 @@ class _Team:
     @property
     def _on(self) -> torch.device:
         return self.device if "nccl" in dist.get_backend() else torch.device("cpu")
+
+
+def _total(shares: Sequence[Tensor]) -> float:
+    return math.fsum(float(share.sum()) for share in shares)
 
 
 def _in_focus(spike: SpikedStep) -> tuple[SpikedStep, frozenset[str] | None]:

@@ -27,6 +27,7 @@ from gradloc_proto.parts import Evidence as EvidenceValue
 from gradloc_proto.parts import Part
 
 NUM_ROWS_MAX = 64  # of a rank, largest first
+REST_MAX = 0.5  # a larger rest is no token's fault: a term that belongs to none, or a scale
 
 
 class RowShare(Part):
@@ -44,6 +45,8 @@ class Testimony(Part):
 
     failed: str = ""
     share_sum: float = 0.0
+    share_sum_up: float = 0.0  # of the difference to one side, and to the other
+    share_sum_down: float = 0.0
     culprits: tuple[Culprit, ...] = ()
     rows: tuple[RowShare, ...] = ()
     num_rows: int = 0
@@ -77,21 +80,33 @@ def conclude(testimonies: Sequence[Testimony], norm: float, limit: float, tolera
     checksum = checksum_of(testimonies)
     tokens = sorted((token for one in testimonies for token in one.culprits), key=lambda token: -abs(token.share))
     largest = abs(tokens[0].share) if tokens else 0.0
-    if not tokens or not abs(checksum - 1.0) <= tolerance * max(1.0, largest):
+    error = tolerance * max(1.0, largest)
+    if not tokens or not (abs(checksum - 1.0) <= error or _is_rest(testimonies, error)):
         return (Conclusion("inconclusive", tuple(tokens[:NUM_CERTAIN]), None, checksum),)
-    target = target_share(norm, limit)
+    if abs(checksum - 1.0) > REST_MAX + error:
+        return (Conclusion("accounting", tuple(tokens[:NUM_CERTAIN]), None, checksum),)
+    # A rest that was measured counts as one token more, and as taken out.
+    rest = 1.0 - checksum if abs(checksum - 1.0) > error else 0.0
+    target = target_share(norm, limit) - rest
     rows = sorted((row for one in testimonies for row in one.rows), key=lambda row: -row.share)
     picked, gap = _tokens(tokens, target)
     by_rows = _rows(rows, tokens, testimonies, target)
     by_tokens: Conclusion | None = None
     if picked and (len(picked) <= NUM_CERTAIN or gap >= GAP):
-        bound = fewest([token.share for token in tokens], target - abs(checksum - 1.0))
+        bound = fewest([token.share for token in tokens], target - (0.0 if rest else abs(checksum - 1.0)))
         by_tokens = Conclusion(
             "token", picked, math.fsum(token.share for token in picked), checksum, len(picked), bound
         )
     order = (by_rows, by_tokens) if rows and rows[0].is_whole else (by_tokens, by_rows)
     found = tuple(one for one in order if one is not None)
     return found or (Conclusion("batch-wide", tuple(tokens[:NUM_CERTAIN]), None, checksum),)
+
+
+def _is_rest(testimonies: Sequence[Testimony], error: float) -> bool:
+    """Whether what is missing from one is missing on both sides alike: then it is not the arithmetic's fault."""
+    up = math.fsum(one.share_sum_up for one in testimonies)
+    down = math.fsum(one.share_sum_down for one in testimonies)
+    return abs(up - down) <= 2 * error * max(1.0, abs(up))
 
 
 def _tokens(tokens: Sequence[Culprit], target: float) -> tuple[tuple[Culprit, ...], float]:
