@@ -235,7 +235,9 @@ class _Prober:
         num_straightened = 0
         for _ in range(NUM_RESCALES_MAX):
             plus = self._log_probs(eps)
-            better = self._reach.next_eps(eps, leader(self._coefficients, plus, self._logp)[1])
+            # Straightened once, logp changes by less than tau on purpose.
+            change = leader(self._coefficients, plus, self._logp)[1]
+            better = None if num_straightened else self._reach.next_eps(eps, change)
             if better is None and self._bends(plus, eps) and num_straightened < NUM_STRAIGHTENED_MAX:
                 num_straightened += 1
                 better = eps * STRAIGHTER
