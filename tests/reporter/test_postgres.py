@@ -137,7 +137,7 @@ def test_replicas_that_start_and_consume_at_once_write_every_fact_once(
             lambda step: step == 999,
             "all steps",
         )
-        assert replica.trouble() is None
+        kit.until(replica.trouble, lambda trouble: trouble is None, "the replica is ready")
     database = Database(url)
     with database.reading() as session:
         counts = [session.scalar(select(func.count()).select_from(row)) for row in (StepRow, IncidentRow, EventRow)]
