@@ -24,11 +24,13 @@ from gradloc.policy import PlacedBatch, Policy, active_part
 from gradloc.replay import Gradient
 
 # Wanted change of the leading token's logp, and |sum - 1| that counts as numerically sound.
-TAU = {torch.float32: 0.03, torch.float64: 0.03}
+# A central difference is wrong by about tau^2 / 6 and by rho / tau of rounding, rho = 1e-6 for a logp in float32:
+# together least at tau = (3 rho)^(1/3) = .0144.
+TAU = {torch.float32: 0.015, torch.float64: 0.015}
 TAU_LOW_PRECISION = 0.3
 TAU_MAX_FACTOR = 4.0  # above it logp bends
 # Below it rounding speaks: in full precision logp is good to 1e-6, a thousandth of the smallest change accepted.
-TAU_MIN_FACTOR = {torch.float32: 0.05, torch.float64: 0.05}
+TAU_MIN_FACTOR = {torch.float32: 0.1, torch.float64: 0.1}
 TAU_MIN_FACTOR_LOW_PRECISION = 0.25
 CHECKSUM_TOLERANCE = {torch.float32: 0.005, torch.float64: 0.005}
 CHECKSUM_TOLERANCE_LOW_PRECISION = 0.15
