@@ -73,8 +73,11 @@ class Consumer:
             try:
                 busy = self.consume_once()
             except BusUnavailable as error:
+                self.consumption.bus_answers = False
                 backoff_s = self._trouble(backoff_s, f"{error}; going on when it answers")
-            except (DBAPIError, CursorMoved) as error:
+            except CursorMoved:  # another replica was faster; that is how they share the work
+                self._cursors = None
+            except DBAPIError as error:
                 self._cursors = None
                 backoff_s = self._trouble(backoff_s, f"database: {_one_line(error)}; nothing is lost, trying again")
             else:
@@ -89,7 +92,6 @@ class Consumer:
         self._stopping.set()
 
     def _trouble(self, backoff_s: float, text: str) -> float:
-        self.consumption.bus_answers = False
         if not backoff_s:
             log.warning(text)
         backoff_s = min(max(2 * backoff_s, BACKOFF_MIN_S), BACKOFF_MAX_S)
