@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradloc.diagnosis import Evidence, LayerGrowth, diagnose, layer_growth
+from gradloc.diagnosis import Evidence, LayerGrowth, diagnose, is_tokens_fault, layer_growth
 from gradloc.localized import verdict_of
 
 NO_GROWTH = LayerGrowth({}, (), (), (), None, None)
@@ -95,6 +95,18 @@ def test_a_row_that_counts_by_its_ratio_is_a_sequence_mismatch_though_one_token_
         assert diagnose(replace(evidence, row_scale=scale))[0].confidence != "high"
 
 
+def test_one_wrong_token_in_a_row_that_counts_as_usual_is_the_tokens_fault():
+    """A bad answer whose tokens all have large gradients, one of them by a ratio of 20."""
+    evidence = replace(CALM, kind="sequence", log_ratio=3.0, row_scale=1.3)
+    cause = diagnose(evidence)[0]
+    assert cause.name == "token-mismatch"
+    assert is_tokens_fault(evidence, cause)
+    assert not is_tokens_fault(replace(evidence, row_scale=9.0), cause)
+    assert not is_tokens_fault(replace(evidence, kind="batch-wide"), cause)
+    outlier = replace(evidence, log_ratio=0.1, advantage=900.0)
+    assert not is_tokens_fault(outlier, diagnose(outlier)[0])
+
+
 def test_ids_that_were_made_from_text_again_are_retokenization():
     evidence = replace(CALM, log_ratio=8.8, num_other_ids=5, first_other_id=10, other_ids_same_text=True)
     assert names(evidence)[0] == "retokenization"
@@ -129,8 +141,8 @@ def test_a_learning_rate_far_above_the_usual_explains_what_no_token_does():
     assert names(replace(wide, metrics={"lr": 2e-4})) == ["batch-wide"]
     assert names(replace(wide, metrics_usual={})) == ["batch-wide"]
     few = replace(wide, kind="token", num_culprits=2, log_ratio=4.0)
-    assert names(replace(few, median_log_ratio_size=0.01))[0] == "token-mismatch", "one token out of line"
-    cause = diagnose(replace(few, median_log_ratio_size=0.4))[0]
+    assert names(replace(few, log_ratio_spread=0.01))[0] == "token-mismatch", "one token out of line"
+    cause = diagnose(replace(few, log_ratio_spread=0.6))[0]
     assert (cause.name, verdict_of("token", cause)) == ("learning-rate", "batch-wide")
 
 
@@ -240,7 +252,7 @@ def test_any_numbers_give_a_diagnosis(
         row_scale=scale,
         sharpness=sharpness,
         sharpness_scatter=scatter,
-        median_log_ratio_size=size,
+        log_ratio_spread=size,
         num_other_ids=1,
         odd_rank=1,
         odd_rank_norm=now,

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from gradloc.demo import task
-from gradloc.demo.envelope import CHECKPOINT, WEIGHTS
+from gradloc.demo.envelope import CHECKPOINT, FAULT_NAMES, FAULT_VARIABLE, JUDGE_VARIABLE, WEIGHTS
 from gradloc.demo.model import load_weights, new_model, save_weights
 from gradloc.demo.moment import Moment
 from gradloc.demo.pretraining import CHECKPOINT_STEP, pretrained
@@ -15,6 +15,21 @@ from gradloc.demo.rollout import InferenceCopy
 from gradloc.demo.settings import GROUP_SIZE, GROUPS_PER_RANK
 
 SEED = 1
+
+
+# Words that only a traitor would use; "mask", "nan", "two", "layer" are everyday words of the protocol.
+BETRAYING = (
+    *(name for name in FAULT_NAMES if "-" in name),
+    *("retokeni", "hardware", "accounting", "fault", "planted", "judge", "truth", "testimony", "by_sequence"),
+    *("stale", "nucleus", "flip", "shuffle", "leave_one_out", "recycled"),
+    *(FAULT_VARIABLE.lower(), JUDGE_VARIABLE.lower()),
+)
+
+
+@pytest.fixture(scope="session")
+def betraying() -> tuple[str, ...]:
+    """What must not be read anywhere but in the judge's folder; compare in lower case, without "default"."""
+    return BETRAYING
 
 
 @pytest.fixture(autouse=True)

@@ -21,12 +21,6 @@ from gradloc.demo.review import review
 from gradloc_localizer.driver import Options, explain
 
 PLAYED = tuple(name for name in FAULT_NAMES if name not in ("none", "late"))
-# Words that only a traitor would use; "mask", "nan", "two", "temperature" are everyday words of the protocol.
-BETRAYING = (
-    *(name for name in FAULT_NAMES if "-" in name),
-    *("retokeni", "hardware", "accounting", "fault", "planted", "judge", "truth", "testimony", "by_sequence"),
-    *("stale", "nucleus", "older", "flip", "shuffle", "leave_one_out", "recycled", FAULT_VARIABLE.lower()),
-)
 
 
 def test_the_table_in_the_docs_is_the_table_in_the_code(repository_docs: str):
@@ -82,7 +76,7 @@ def played(name: str, seed: int, weights: Path, work: Path) -> SimpleNamespace:
 @pytest.mark.full
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("name", PLAYED)
-def test_a_fault_gets_its_verdict_its_cause_and_its_place(name: str, weights: Path, tmp_path: Path):
+def test_a_fault_gets_its_verdict_its_cause_and_its_place(name: str, weights: Path, tmp_path: Path, betraying):
     run = played(name, 1, weights, tmp_path / "run")
     result = review(Script(name, 1, ANSWERS[name].num_steps), run)
     assert result["right"], result
@@ -90,4 +84,6 @@ def test_a_fault_gets_its_verdict_its_cause_and_its_place(name: str, weights: Pa
     assert {"manifest.json", "rank-0.safetensors", "rank-0.log", "progress.jsonl"} <= {path.name for path in files}
     told = [(path.name, str(path.relative_to(run.work))) for path in files]
     told += [(path.name, path.read_text()) for path in files if path.suffix in (".json", ".jsonl", ".log")]
-    assert not [(where, word) for where, text in told for word in BETRAYING if word in text.lower()]
+    assert not [
+        (where, word) for where, text in told for word in betraying if word in text.replace("default", "").lower()
+    ]

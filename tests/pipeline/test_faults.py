@@ -107,7 +107,7 @@ def test_an_older_policys_answer_is_harmless_token_by_token_and_not_as_a_whole(m
         if fault.struck_at is not None:
             break
     assert fault.struck_at is not None, "no answer in twenty steps"
-    (row,) = torch.nonzero((rollouts.ids_BT != moment.rollouts.ids_BT).any(dim=1)).flatten().tolist()
+    (row,) = torch.nonzero((rollouts.logp_BR != moment.rollouts.logp_BR).any(dim=1)).flatten().tolist()
     with torch.no_grad():
         gap_R = response_logp(moment.model, rollouts.ids_BT[row : row + 1])[0] - rollouts.logp_BR[row]
     gap_R = gap_R[rollouts.mask_BR[row]]

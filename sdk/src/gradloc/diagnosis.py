@@ -19,6 +19,7 @@ BIAS_LOG_RATIO = 0.1  # median over the batch: not a token, a setting (mask, pos
 SHARPNESS = 1.2  # log-odds of all tokens larger or smaller by so much: another temperature
 ROW_SCALE_MATERIAL = 3.0  # all tokens of a row count so many times the usual
 ROW_SCALE_AGREES = 2.0  # factor between that and the ratio of the whole sequence
+SPREAD_LOG_RATIO = math.log(1.5)  # a quarter of all tokens off by so much: the policy moved as a whole
 RATE_MATERIAL = 5.0  # of the learning rate over the usual one
 REWARD_FELL = 0.6  # of the usual reward
 REWARD_FELL_FAR = 0.4
@@ -64,7 +65,7 @@ class Evidence:
     sequence_log_ratio: float | None = None
     largest_token_log_ratio_in_sequence: float | None = None
     median_log_ratio: float | None = None
-    median_log_ratio_size: float | None = None
+    log_ratio_spread: float | None = None
     coefficient: float | None = None
     median_coefficient: float | None = None
     logp: float | None = None
@@ -152,6 +153,13 @@ def diagnose(evidence: Evidence) -> tuple[Cause, ...]:
     order = ("high", "medium", "low")
     found.sort(key=lambda cause: order.index(cause.confidence))
     return tuple(found) or (_unknown(evidence),)
+
+
+def is_tokens_fault(evidence: Evidence, cause: Cause) -> bool:
+    """Whether a row that was taken out as a whole has one wrong token, its others counting as usual."""
+    of_a_token = cause.name in ("token-mismatch", "retokenization", "alignment")
+    is_usual = evidence.row_scale is None or evidence.row_scale < ROW_SCALE_MATERIAL
+    return evidence.kind == "sequence" and of_a_token and is_usual
 
 
 def _mask_fault(evidence: Evidence) -> Cause | None:
@@ -311,9 +319,9 @@ def _learning_rate(evidence: Evidence) -> Cause | None:
     now, usual = evidence.metrics.get("lr"), evidence.metrics_usual.get("lr")
     if now is None or usual is None or not usual > 0 or not now >= RATE_MATERIAL * usual:
         return None
-    spread = evidence.median_log_ratio_size
+    spread = evidence.log_ratio_spread
     if evidence.kind != "batch-wide" and not (
-        evidence.kind in ("token", "sequence") and spread and spread >= BIAS_LOG_RATIO
+        evidence.kind in ("token", "sequence") and spread is not None and spread >= SPREAD_LOG_RATIO
     ):
         return None  # one token out of line in a batch that is not: the rate did not do that
     return Cause(
@@ -321,7 +329,7 @@ def _learning_rate(evidence: Evidence) -> Cause | None:
         confidence="high",
         summary=f"the learning rate is {now:.2g}, {now / usual:.3g} times the usual {usual:.2g}: updates overshoot; "
         "set it back and go on from a checkpoint of before",
-        evidence={"lr": now, "lr_usual": usual, "median_log_ratio_size": spread},
+        evidence={"lr": now, "lr_usual": usual, "log_ratio_spread": spread},
     )
 
 

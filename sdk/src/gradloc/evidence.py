@@ -72,7 +72,7 @@ def evidence_of(
         in_mask=in_mask,
         median_coefficient=_median(all_c),
         median_log_ratio=_median(log_ratios, positive=False),
-        median_log_ratio_size=_median(log_ratios.abs()),
+        log_ratio_spread=_upper_quartile(log_ratios.abs()),
         median_advantage=_median(advantage),
         coefficient_over_advantage=_coefficient_over_advantage(scene),
         residual_rms_ratio=shown.residual_ratio,
@@ -173,6 +173,11 @@ def _sharpness(batches: Sequence[PlacedBatch]) -> tuple[float | None, float | No
 def _log_odds(logp_N: Tensor) -> Tensor:
     logp_N = logp_N.double()
     return logp_N - torch.log(-torch.expm1(logp_N.clamp(max=-1e-12)))
+
+
+def _upper_quartile(values: Tensor) -> float | None:
+    values = values[torch.isfinite(values)]
+    return float(values.kthvalue(max(1, round(0.75 * len(values)))).values) if len(values) else None
 
 
 def _median(values: Tensor, *, positive: bool = True) -> float | None:

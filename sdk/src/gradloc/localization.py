@@ -12,8 +12,8 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from gradloc.culprits import CulpritSet, Scene, places_of
-from gradloc.diagnosis import LayerGrowth, diagnose, layer_growth
+from gradloc.culprits import NUM_CERTAIN, CulpritSet, Scene, find_tokens, places_of
+from gradloc.diagnosis import LayerGrowth, diagnose, is_tokens_fault, layer_growth
 from gradloc.evidence import evidence_of
 from gradloc.exhibits import Exhibits, Texts, rounded, show
 from gradloc.fidelity import LIMIT_OVER_HEALTHY, StepFacts, fidelity_of, refusal, tolerance_of
@@ -126,6 +126,11 @@ def _finding(
     num_culprits = 0 if found is None else len(found.rows) or len(found.places)
     evidence = evidence_of(scene, limit, search.kind, shown, growth, num_culprits, facts=facts, texts=order.texts)
     causes = diagnose(evidence)
+    if search.attribution is not None and is_tokens_fault(evidence, causes[0]):
+        tokens, exact = find_tokens(scene, search.attribution, limit)
+        if tokens is not None and len(tokens.places) <= NUM_CERTAIN:
+            search = replace(search, kind="token", found=tokens, exact={**(search.exact or {}), **exact})
+            return _finding(order, scene, limit, fidelity, growth, search, sizes)
     verdict = verdict_of(search.kind, causes[0])
     if verdict == "sequence" and search.kind == "token" and found is not None:
         rows = _whole_rows(scene, found, limit)
