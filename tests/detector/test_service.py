@@ -20,7 +20,7 @@ from gradloc_proto.messages import LocalizationFailed, RunEnded, RunStarted, Sna
 from gradloc_proto.redis_bus import RedisBus
 
 QUICK = Settings(
-    lease_ttl_s=1.5, tick_s=0.05, registry_s=0.02, loss_check_s=0.2, poll_s=0.01, poll_idle_max_s=0.05,
+    plan_s=0.0, lease_ttl_s=1.5, tick_s=0.05, registry_s=0.02, loss_check_s=0.2, poll_s=0.01, poll_idle_max_s=0.05,
     poll_ended_s=0.1, backoff_max_s=0.2, commit_every_s=0.05,
 )  # fmt: skip
 

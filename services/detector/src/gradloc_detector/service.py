@@ -36,6 +36,7 @@ class Settings:
     lease_ttl_s: float = streams.LEASE_TTL_S
     tick_s: float = 2.0
     registry_s: float = 0.5
+    plan_s: float = 0.2  # looking through all runs for jobs takes milliseconds
     loss_check_s: float = 30.0  # with the gap's grace this keeps the promised minute
     rest_after_silence_s: float = streams.REST_AFTER_SILENCE_S
     rest_ttl_s: float = streams.REST_TTL_S
@@ -88,7 +89,7 @@ class DetectorService:
         self._clock, self._monotonic = clock, monotonic
         self._watches: dict[str, _Watch] = {}
         self._registry_cursor = START
-        self._registry_at = self._registry_check_at = self._tick_at = 0.0
+        self._registry_at = self._registry_check_at = self._tick_at = self._plan_at = 0.0
         self._plan = Plan()
         self._backoff_s = 0.0
         self._is_bus_up = True
@@ -134,7 +135,9 @@ class DetectorService:
                 self._guarded(watch, now, partial(self._lease, watch, now))
         num_read = self._read(now)
         self._tick(now)
-        self._plan_jobs()
+        if now >= self._plan_at:
+            self._plan_at = now + self._settings.plan_s
+            self._plan_jobs()
         return num_read
 
     def _outage(self, error: BusUnavailable) -> float:
