@@ -80,6 +80,9 @@ def test_a_fault_gets_its_verdict_its_cause_and_its_place(name: str, weights: Pa
     run = played(name, 1, weights, tmp_path / "run")
     result = review(Script(name, 1, ANSWERS[name].num_steps), run)
     assert result["right"], result
+    if name == "accounting":
+        # The gradient is linear in the loss: divided rightly, the step is the healthy one that it was.
+        assert result["fix"]["holds"] and "divide the loss" in result["fix"]["name"]
     files = [path for path in run.work.rglob("*") if path.is_file() and run.work / "judge" not in path.parents]
     assert {"manifest.json", "rank-0.safetensors", "rank-0.log", "progress.jsonl"} <= {path.name for path in files}
     told = [(path.name, str(path.relative_to(run.work))) for path in files]

@@ -47,6 +47,11 @@ def _fix_of(
         limits = {key: LAYER_CLIP_OVER_HEALTHY * norm for key, norm in healthy.items()}
         norm = whatif.layer_clip_norm(scene.gradient.layer_norms, limits)
         return Fix(name=f"LayerClip {LAYER_CLIP_OVER_HEALTHY:g} x healthy", norm_after=norm, holds=norm <= limit)
+    if cause == "unnormalised-loss":
+        # The gradient is linear in the loss: nothing has to be replayed.
+        num_tokens = sum(int(placed.batch.mask_BR.sum()) for placed in scene.batches)
+        norm = scene.gradient.norm / max(1, num_tokens)
+        return Fix(name=f"divide the loss by its {num_tokens:,} tokens", norm_after=norm, holds=norm <= limit)
     changed: list[Tensor] | None = None
     name = ""
     if cause == "token-mismatch":

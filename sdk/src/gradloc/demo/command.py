@@ -165,7 +165,9 @@ def _progress(console: Console, total: int) -> Iterator[tuple[Progress, Callable
 
 
 def _show_all(rows: list[dict[str, Any]], console: Console) -> None:
-    table = Table("fault", "", "verdict", "cause", "truth", "found", box=None)
+    table = Table(box=None)
+    for name in ("fault", "", "verdict", "cause", "truth", "found"):
+        table.add_column(name, no_wrap=name == "fault", overflow="fold")
     for row in rows:
         mark = Text("right", "green") if row["right"] else Text("WRONG", "bold red")
         words = (row["verdict"] or "-", row["cause"] or row.get("error") or "-")
