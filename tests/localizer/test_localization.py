@@ -206,3 +206,33 @@ def test_a_token_in_a_row_of_large_advantage_is_still_a_tokens_fault(trainer):
     finding = explained(step)
     assert places(finding) == [ONE]
     assert finding.verdict == "token"
+
+
+def scaled(factor, *, rank, micro_batch=None):
+    """All advantages of a rank, or of one of its micro-batches."""
+
+    def change(inputs):
+        for number, batch in enumerate(inputs[rank]):
+            if micro_batch in (None, number):
+                batch["advantage"] *= factor
+
+    return change
+
+
+def test_rows_of_one_micro_batch_are_said_to_be_so(trainer):
+    step = trainer.faulty(trainer.model(), scaled(40.0, rank=1, micro_batch=1), num_micro_batches=3)
+    finding = explained(step)
+    assert finding.verdict in ("sequence", "batch-wide")
+    assert "rank 1 micro-batch 1" in finding.summary
+
+
+def test_a_rank_that_holds_the_norm_is_named_although_no_few_rows_do(trainer):
+    step = trainer.faulty(trainer.model(), scaled(40.0, rank=1))
+    finding = explained(step)
+    assert finding.verdict == "batch-wide"
+    assert "rank 1 holds" in finding.summary
+
+
+def test_a_healthy_step_has_no_holder(trainer):
+    step = trainer.faulty(trainer.model(), None)
+    assert "holds" not in explained(step, limit=0.3 * step.grad_norm).summary

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
+from gradloc.common_ground import common_to, holder_of
 from gradloc.culprits import NUM_CERTAIN, CulpritSet, Scene, find_tokens, places_of
 from gradloc.diagnosis import LayerGrowth, diagnose, is_tokens_fault, layer_growth
 from gradloc.evidence import evidence_of
@@ -146,7 +147,7 @@ def _finding(
         verdict=verdict,
         strategy=order.strategy,
         step=facts.step,
-        summary=summary_of(verdict, shown.culprits, shown.share, certificate, fidelity),
+        summary=_with_ground(summary_of(verdict, shown.culprits, shown.share, certificate, fidelity), scene, search),
         culprits=shown.culprits,
         share=shown.share,
         checksum=None if search.attribution is None else search.attribution.checksum,
@@ -171,6 +172,17 @@ def _whole_rows(scene: Scene, found: CulpritSet, limit: float) -> CulpritSet:
     places = tuple(place for row in rows for place in places_of(scene, row))
     without = scene.under(masked(scene.coefficients, places)).gradient
     return replace(found, places=places, without=without, holds=without.norm <= limit, rows=rows)
+
+
+def _with_ground(summary: str, scene: Scene, search: Search) -> str:
+    """The sentence, with what several rows have in common or where the norm lies when it is nobody's alone."""
+    if search.found is not None:
+        ground = common_to(scene.batches, search.found.rows, scene.coefficients)
+        return summary if ground is None else f"{summary}; all of {ground}"[:512]
+    if search.kind != "batch-wide" or search.attribution is None or not search.attribution.is_sound:
+        return summary
+    held = holder_of(scene.batches, search.attribution.shares, scene.coefficients)
+    return summary if held is None else f"{summary}; {held[0]} holds {100 * held[1]:.1f} % of it"[:512]
 
 
 def _certificate(norm: float, limit: float, found: CulpritSet, num_culprits: int) -> Certificate:

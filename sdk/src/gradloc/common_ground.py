@@ -1,0 +1,84 @@
+"""What several culprit rows have in common, or where a step's norm lies when no few rows hold it.
+
+By prompt (rows of one prompt are a group), micro-batch, rank, and data source (a uid up to its first "/" or
+":"). Knows shares and places only; it says where to look, the verdict stays what it is.
+"""
+
+from collections.abc import Callable, Hashable, Sequence
+
+from torch import Tensor
+
+from gradloc.policy import PlacedBatch
+
+Row = tuple[int, int]
+TOKENS_PART_MAX = 0.6  # of the step: a larger part is nearly all of it
+DENSITY_MIN = 1.5  # part of the norm against part of the tokens
+SHARE_MIN = 0.8
+
+
+def _prompt(placed: PlacedBatch, row: int) -> Hashable:
+    batch = placed.batch
+    ids = batch.ids_BT[row, : batch.first_position].tolist()
+    if batch.attention_mask_BT is None:
+        return tuple(ids)
+    attended = batch.attention_mask_BT[row, : batch.first_position].tolist()
+    return tuple(token_id for token_id, used in zip(ids, attended, strict=True) if used)
+
+
+def _source(placed: PlacedBatch, row: int) -> Hashable:
+    uid = placed.batch.uids[row] if row < len(placed.batch.uids) else ""
+    at = min((uid.find(mark) for mark in "/:" if mark in uid), default=-1)
+    return uid[:at] if at > 0 else None
+
+
+# Finest first: who shares a prompt is told so, though all of them lie in one micro-batch.
+_AXES: tuple[tuple[Callable[[PlacedBatch, int], Hashable], Callable[[PlacedBatch, int], str]], ...] = (
+    (_prompt, lambda placed, row: f"the prompt of rank {placed.rank} micro-batch {placed.index} sequence {row}"),
+    (lambda placed, _: (placed.rank, placed.index), lambda placed, _: f"rank {placed.rank} micro-batch {placed.index}"),
+    (lambda placed, _: placed.rank, lambda placed, _: f"rank {placed.rank}"),
+    (_source, lambda _placed, _row: "one data source"),
+)
+
+
+def common_to(batches: Sequence[PlacedBatch], rows: Sequence[Row], coefficients: Sequence[Tensor]) -> str | None:
+    """What all of these rows share and not all of the step's do; None for a single row."""
+    if len(rows) < 2:
+        return None
+    every = _active(coefficients)
+    for key, name in _AXES:
+        values = {key(batches[batch], row) for batch, row in rows}
+        if len(values) == 1 and values != {None} and {key(batches[batch], row) for batch, row in every} != values:
+            first = rows[0]
+            return name(batches[first[0]], first[1])
+    return None
+
+
+def holder_of(
+    batches: Sequence[PlacedBatch], shares: Sequence[Tensor], coefficients: Sequence[Tensor]
+) -> tuple[str, float] | None:
+    """The finest part that holds nearly all of the squared norm though not nearly all tokens, and its share."""
+    rows = _active(coefficients)
+    num_tokens = {row: int((coefficients[row[0]][row[1]] != 0).sum()) for row in rows}
+    total = sum(num_tokens.values())
+    for key, name in _AXES:
+        sums: dict[Hashable, tuple[float, int, Row]] = {}
+        for batch, row in rows:
+            value = key(batches[batch], row)
+            share, count, first = sums.get(value, (0.0, 0, (batch, row)))
+            sums[value] = (share + float(shares[batch][row].sum()), count + num_tokens[batch, row], first)
+        sums.pop(None, None)
+        if len(sums) < 2:
+            continue
+        share, count, first = max(sums.values(), key=lambda entry: entry[0])
+        part = count / total
+        if share >= SHARE_MIN and part <= TOKENS_PART_MAX and share >= DENSITY_MIN * part:
+            return name(batches[first[0]], first[1]), share
+    return None
+
+
+def _active(coefficients: Sequence[Tensor]) -> list[Row]:
+    return [
+        (batch, row)
+        for batch, coefficient_BR in enumerate(coefficients)
+        for row in (coefficient_BR != 0).any(dim=1).nonzero().squeeze(-1).tolist()
+    ]
