@@ -93,9 +93,13 @@ def attribute(
     if not math.isfinite(gradient.norm) or gradient.norm == 0.0:
         raise ValueError(f"shares of a gradient of norm {gradient.norm} have no meaning; expected a finite one above 0")
     prober = _Prober(policy, batches, coefficients, gradient, logp, slack)
-    best = prober.measure(prober.first_eps(), one_sided=one_sided and policy.grid in TAU)
+    full_precision = policy.grid in TAU
+    best = prober.measure(prober.first_eps(), one_sided=one_sided and full_precision)
     if one_sided and not best.is_sound:
         best = prober.measure(best.eps)
+    if full_precision and not best.is_sound:
+        # Routing that flips or a logp that bends: another eps may cost more than derivatives that need none.
+        best = prober.better(best)
     for _ in range(NUM_RETRIES_MAX):
         if best.is_sound:
             return best
@@ -103,11 +107,7 @@ def attribute(
         if retry is None:
             break
         best = min(best, retry, key=lambda found: abs(found.checksum - 1.0))
-    exact = None if best.is_sound else _exactly(policy, batches, coefficients, gradient, best.tolerance)
-    exact = exact if exact is None else replace(exact, slack=slack)
-    if exact is not None and abs(exact.checksum - 1.0) < abs(best.checksum - 1.0):
-        return exact
-    return best
+    return best if best.is_sound else prober.better(best)
 
 
 @dataclass(frozen=True)
@@ -173,7 +173,7 @@ def _exactly(
     gradient: Gradient,
     tolerance: float,
 ) -> Attribution | None:
-    """Shares by forward-mode differentiation: no eps, about three forwards; None where an operation lacks that mode."""
+    """Shares by forward-mode differentiation, without any eps; None where an operation lacks that mode."""
     # torch ships these two without types.
     make_dual: Any = forward_ad.make_dual
     unpack_dual: Any = forward_ad.unpack_dual
@@ -192,6 +192,7 @@ def _exactly(
                         for name, parameter in policy.parameters.items()
                     }
                     moved_BR = policy.log_probs(part.batch, to_the_end=part.to_the_end, instead=dual)
+                    policy.meter.num_tokens_forward += part.num_tokens  # values and derivatives: two forwards' work
                     tangent_BR = unpack_dual(moved_BR).tangent
                 derivative_BR = torch.zeros(()) if tangent_BR is None else tangent_BR.double().cpu()
                 own_BR = coefficient_BR[part.rows, : part.num_columns]
@@ -216,6 +217,9 @@ class _Prober:
         slack: float = 0.0,
     ) -> None:
         self._slack = slack
+        self._gradient = gradient
+        self._exact_tried = False
+        self._exact_found: Attribution | None = None
         self._policy = policy
         self._batches = batches
         self._coefficients = coefficients
@@ -241,6 +245,9 @@ class _Prober:
             change = leader(self._coefficients, plus, self._logp)[1]
             better = None if num_straightened else self._reach.next_eps(eps, change)
             if better is None and self._bends(plus, eps) and num_straightened < NUM_STRAIGHTENED_MAX:
+                exact = self._exact()
+                if exact is not None and exact.is_sound:
+                    return exact
                 num_straightened += 1
                 better = eps * STRAIGHTER
             if better is None:
@@ -250,6 +257,19 @@ class _Prober:
             shares = shares_of(self._coefficients, plus, self._logp, eps / 2, self._norm)
             return self._found(shares, eps, ONE_SIDED_TOLERANCE)
         return self._attribution(eps, plus)
+
+    def better(self, found: Attribution) -> Attribution:
+        """Exact derivatives where there are any and they sum up better."""
+        exact = self._exact()
+        return exact if exact is not None and abs(exact.checksum - 1.0) < abs(found.checksum - 1.0) else found
+
+    def _exact(self) -> Attribution | None:
+        """Asked for once: what an operation lacks it will lack again."""
+        if not self._exact_tried:
+            self._exact_tried = True
+            found = _exactly(self._policy, self._batches, self._coefficients, self._gradient, self._tolerance)
+            self._exact_found = None if found is None else replace(found, slack=self._slack)
+        return self._exact_found
 
     def _bends(self, plus: Sequence[Tensor], eps: float) -> bool:
         """Whether the sum to one side is far from one although rounding is not to blame."""
@@ -262,7 +282,8 @@ class _Prober:
 
     def retry(self) -> Attribution | None:
         """Shares at a smaller eps where the logp bends, at a larger one where rounding speaks; None to give up."""
-        assert self._last is not None
+        if self._last is None:
+            return None
         curvature = self._curvature(self._last)
         bends = not curvature < NONLINEAR
         direction = -1.0 if bends else 1.0

@@ -206,7 +206,8 @@ def _pick(
     candidates = ranked(attribution.shares, num_max + 1)
     if candidates and abs(candidates[0][1]) > CANCELLING:
         return _pick_cancelling(candidates, num_max)
-    needed = fewest([share for _, share in candidates], target)
+    # What the checksum lacks the candidates lack as well; exact shares decide below.
+    needed = fewest([share for _, share in candidates], target - abs(attribution.checksum - 1.0))
     if needed is None or needed > num_max:
         return None
     needed = max(needed, 1)
@@ -240,7 +241,7 @@ def find_rows(scene: Scene, attribution: Attribution, limit: float) -> CulpritSe
     sums = row_shares(attribution.shares)
     num_active = sum(1 for coefficient in scene.coefficients for row in coefficient if bool((row != 0).any()))
     num_max = max(1, int(num_active * ROWS_FRACTION_MAX))
-    target = target_share(scene.gradient.norm, limit) - scene.share_error
+    target = target_share(scene.gradient.norm, limit) - scene.share_error - abs(attribution.checksum - 1.0)
     needed = fewest([share for _, share in sums], target)
     while needed is not None and max(needed, 1) <= num_max:
         needed = max(needed, 1)
