@@ -99,6 +99,20 @@ def test_of_two_culprits_the_second_is_the_largest_of_what_the_first_leaves(mome
     assert document["tokens"] == [places[1], places[0]]
 
 
+def test_copies_of_one_answer_are_tied(moment, tmp_path: Path):
+    parts = micro_batches(moment)
+    row, at = learnt_places(parts[0])[0]
+    copy = (row + 1) % len(parts[0]["mask_BR"])
+    for name, tensor in parts[0].items():
+        parts[0][name] = tensor.clone()
+        if name == "rollout_logp_BR":
+            parts[0][name][row, at] -= 9.0
+        parts[0][name][copy] = parts[0][name][row].clone()
+    document = verdict_on(keep(tmp_path, moment.model, parts))
+    named = [{key: place[key] for key in ("sequence", "token")} for place in (document, *document["tied"])]
+    assert sorted(named, key=str) == [{"sequence": one, "token": PROMPT_LENGTH + at} for one in sorted((row, copy))]
+
+
 def test_a_sequence_is_judged_by_the_sum_of_its_tokens_under_the_runs_own_loss(moment, tmp_path: Path):
     parts = micro_batches(moment)
     row, _ = learnt_places(parts[0])[0]

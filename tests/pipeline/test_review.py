@@ -75,6 +75,15 @@ def test_another_place_is_wrong(key: str):
     assert judged("sequence-mismatch", {**TRUTH, key: 5}, RIGHT["sequence-mismatch"][1]) == (key == "token")
 
 
+def test_either_of_two_that_pull_alike_is_right():
+    _, found = RIGHT["token-mismatch"]
+    other = {**TRUTH, "sequence": 6}
+    place = {key: TRUTH[key] for key in list(TRUTH)[1:]}
+    assert judged("token-mismatch", {**other, "tied": [place]}, found)
+    assert not judged("token-mismatch", {**other, "tied": [{**place, "token": 9}]}, found)
+    assert not judged("token-mismatch", {**other, "step": 24, "tied": [place]}, found)
+
+
 def test_one_of_two_culprits_is_not_both():
     truth, _ = RIGHT["two"]
     assert not judged("two", truth, finding("token", "token-mismatch", CULPRIT))

@@ -25,6 +25,7 @@ from gradloc.demo.model import load_weights, new_model, response_logp
 from gradloc.demo.testimony import Testimony
 
 Place = tuple[int, int, int, int]  # rank, micro-batch, sequence, position in the row
+TIED = 1e-4  # relative; shares of one answer's copies differ by rounding alone
 _PLACE_KEYS = ("rank", "micro_batch", "sequence", "token")
 
 
@@ -140,8 +141,11 @@ def verdict_on(testimony: Testimony) -> dict[str, Any]:
     if kind == "sequence":
         (best, row), (second, _) = shares.by_sequence()[:2]
         return document | _named(row) | {"share": best, "runner_up_share": second}
-    (best, place), (second, _) = shares.largest()[:2]
+    largest = shares.largest()
+    (best, place), (second, _) = largest[:2]
     document |= _named(place) | {"share": best, "runner_up_share": second}
+    # One answer sampled twice: its tokens pull alike, and no oracle can say which of two is the larger.
+    document["tied"] = [_named(other) for share, other in largest[1:] if share >= best * (1 - TIED)]
     if kind == "tokens":
         left = shares_of(testimony, without=[place]).largest()[0][1]
         document["tokens"] = [_named(place), _named(left)]

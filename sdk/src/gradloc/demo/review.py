@@ -89,7 +89,8 @@ def _is_right(script: Script, result: dict[str, Any]) -> bool:
             return found["step"] == truth["step"] and _places(found["tokens"]) == _places(truth["tokens"])
         case "token":
             keys = _PLACE
-    if any(found.get(key) != truth[key] for key in keys):
+    places = [truth, *({**truth, **other} for other in truth.get("tied", ()))]
+    if not any(all(found.get(key) == place[key] for key in keys) for place in places):
         return False
     # Where layers explode, the culprit is the token after the planted position; the profile must show that one.
     peak = result["profile_peak"]
