@@ -568,11 +568,11 @@ def _collective_device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if "nccl" in backend else torch.device("cpu")
 
 
-__all__ = ["Probe", "watch"]
-
-
 def _close_forgotten(reference: "weakref.ref[Probe]") -> None:
     """A loop that never called `close`: a thread still at work inside torch would abort the exiting interpreter."""
     probe = reference()
     if probe is not None:
         probe.close("process exit")
+
+
+__all__ = ["Probe", "watch"]
