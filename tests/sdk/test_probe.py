@@ -306,7 +306,7 @@ FORGETFUL = """
 import sys, torch, gradloc
 from gradloc_proto.memory_bus import MemoryBus
 
-model = torch.nn.ModuleDict({"embed_tokens": torch.nn.Embedding(11, 64), "head": torch.nn.Linear(64, 11)})
+model = torch.nn.ModuleDict({"embed_tokens": torch.nn.Embedding(400_000, 64), "head": torch.nn.Linear(64, 11)})
 optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
 probe = gradloc.watch(model, optimizer, run="forgetful", bus=MemoryBus(), store=sys.argv[1])
 ids = torch.randint(0, 11, (4, 6), generator=torch.Generator().manual_seed(0))
