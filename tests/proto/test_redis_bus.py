@@ -329,3 +329,21 @@ class TestUrl:
 
     def test_a_display_url_keeps_what_helps(self):
         assert display_url("rediss://u:p@redis.example:6380/2") == "rediss://redis.example:6380/2"
+
+
+class TestMemory:
+    """A bound of entries is one of memory: what Redis keeps beside the messages comes out of it."""
+
+    @pytest.mark.parametrize("num_bytes", [250, 1_500, 2_842, 12_000])
+    def test_a_full_stream_takes_no_more_than_its_bound_of_messages(self, bus, raw, num_bytes):
+        key, length_max = streams.stream("run", "steps"), 1_000
+        bus.append(key, [os.urandom(num_bytes) for _ in range(1_500)], length_max=length_max)
+        assert 0.7 * length_max < bus.length(key) < length_max
+        assert raw.memory_usage(key, samples=0) <= length_max * num_bytes
+
+    def test_so_does_one_filled_by_commits(self, bus, raw):
+        key = streams.stream("run", "incidents")
+        assert bus.acquire_lease("run", "n", ttl_s=60)
+        outputs = tuple(Output(key, os.urandom(2_000), 200) for _ in range(500))
+        assert bus.commit(Commit("run", "n", "", "1-0", b"state", outputs)) is CommitResult.DONE
+        assert raw.memory_usage(key, samples=0) <= 200 * 2_000

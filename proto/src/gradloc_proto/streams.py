@@ -12,7 +12,7 @@ REGISTRY = "gradloc:runs"  # stream of RunStarted: how services learn that a run
 
 # A finding with a 4,096-token window is about 150 kB; a step with 500 layers 20 kB.
 MESSAGE_BYTES_MAX = 1_048_576
-# Length limits are approximate (XADD MAXLEN ~). Steps: a day at one step a second.
+# A stream takes no more memory than the bytes of so many entries. Steps: a day at one step a second.
 STREAM_LENGTH_MAX: dict[StreamName, int] = {
     "steps": 86_400,
     "incidents": 10_000,
