@@ -73,7 +73,7 @@ class Bus(Protocol):
     """Append-only streams, leases and the owner's commit. Every call may raise BusUnavailable."""
 
     def append(self, key: str, data: Sequence[bytes], *, length_max: int) -> None:
-        """Append entries in order; the stream is cut, oldest first, to the memory of about `length_max` entries' bytes."""
+        """Append entries in order; the stream is cut, oldest first, to about the memory of `length_max` entries."""
 
     def read(self, cursors: Mapping[str, str], *, count: int, block_s: float | None = None) -> dict[str, list[Entry]]:
         """Entries after each key's cursor, at most `count` a key; waits up to `block_s` for the first."""
