@@ -71,3 +71,47 @@ def test_one_layer_that_does_not_match_is_enough(trainer):
     found = fidelity_of(StepFacts(0, gradient.norm, layers), gradient, policy.grid)
     assert not found.reproduced
     assert found.layer_rel_error_max == pytest.approx(0.05 / 1.05)
+
+
+class TestHealthyReference:
+    """What a healthy step's replay misses by is what this run's replays may miss by."""
+
+    def off_by(self, trainer, rel_error, healthy, **changes):
+        step = trainer.faulty(trainer.model(), trainer.stale(9.0))
+        asked = []
+
+        def healthy_error():
+            asked.append(1)
+            return healthy
+
+        layers = {key: norm * (1 + rel_error * (key == "layers.1.mlp")) for key, norm in step.layer_norms.items()}
+        facts = step.facts(grad_norm=(1 + rel_error) * step.grad_norm, layer_norms=layers, **changes)
+        return localize(step.policy(), step.placed, facts, healthy_error=healthy_error), len(asked)
+
+    def test_a_run_that_always_replays_a_little_off_is_believed(self, trainer):
+        finding, num_asked = self.off_by(trainer, 0.02, healthy=0.01)
+        assert finding.verdict == "token"
+        assert finding.fidelity.reproduced
+        assert finding.fidelity.tolerance == pytest.approx(0.04)
+        assert (finding.fidelity.healthy_rel_error, num_asked) == (0.01, 1)
+
+    @pytest.mark.parametrize("healthy", [None, 1e-7, math.nan])
+    def test_one_whose_healthy_steps_match_is_not(self, trainer, healthy):
+        finding, _ = self.off_by(trainer, 0.02, healthy)
+        assert finding.verdict == "inconclusive"
+        assert finding.fidelity.tolerance == pytest.approx(1e-3)
+
+    def test_a_step_that_matches_asks_for_no_second_replay(self, trainer):
+        finding, num_asked = self.off_by(trainer, 0.0, healthy=0.5)
+        assert (finding.verdict, num_asked) == ("token", 0)
+
+    @pytest.mark.parametrize(
+        ("healthy", "verdict"), [(1e-6, "not-reproduced"), (0.3, "inconclusive"), (math.inf, "inconclusive")]
+    )
+    def test_the_machine_is_accused_only_where_healthy_steps_replay(self, trainer, healthy, verdict):
+        step = trainer.faulty(trainer.model(), None)
+        layers = {key: norm * (300 if key == "layers.1.mlp" else 2) for key, norm in step.layer_norms.items()}
+        facts = step.facts(grad_norm=100 * step.grad_norm, layer_norms=layers)
+        finding = localize(step.policy(), step.placed, facts, healthy_error=lambda: healthy)
+        assert finding.verdict == verdict
+        assert finding.fidelity.tolerance <= 0.1

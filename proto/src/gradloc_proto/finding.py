@@ -39,7 +39,10 @@ class Certificate(Part):
 
 
 class Fidelity(Part):
-    """How well the replay reproduced the step."""
+    """How well the replay reproduced the step.
+
+    healthy_rel_error: what the replay of the run's healthy reference deviated by, where it was asked.
+    """
 
     reported_norm: float
     replayed_norm: float
@@ -47,6 +50,7 @@ class Fidelity(Part):
     layer_rel_error_max: float | None = None
     tolerance: float
     reproduced: bool
+    healthy_rel_error: float | None = None
 
 
 class Cause(Part):

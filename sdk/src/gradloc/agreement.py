@@ -28,7 +28,7 @@ METRICS = (
     "sequences_remedied",
     "rewards_remedied",
 )
-_RANK_FIELDS = ("failed", "ready", "late", "square", *SUMMARY_FIELDS, *METRICS)
+_RANK_FIELDS = ("failed", "ready", "idle", "late", "square", *SUMMARY_FIELDS, *METRICS)
 _SHARED = ("version", "norm", "healthy_norm", "late_step")
 
 
@@ -40,7 +40,8 @@ class LocalView:
     summary: torch.Tensor  # float64 [len(SUMMARY_FIELDS)]
     metrics: dict[str, float]
     failed: bool
-    ready: bool  # a snapshot could be taken now
+    ready: bool  # a spike's snapshot could be taken now
+    idle: bool = False  # so could one that is less urgent: nothing is being written
     limits: Limits | None = None
     late_step: int | None = None
     has_late_step: bool = False  # this rank still holds the batch of rank 0's wish of the step before
@@ -63,6 +64,10 @@ class CommonView:
     @property
     def ready(self) -> bool:
         return all(rank["ready"] > 0 for rank in self.ranks)
+
+    @property
+    def idle(self) -> bool:
+        return all(rank["idle"] > 0 for rank in self.ranks)
 
     @property
     def late_ready(self) -> bool:
@@ -124,7 +129,8 @@ def to_vector(view: LocalView, layer_names: tuple[str, ...], rank: int, world_si
         vector[num_layers : 3 * num_layers + len(_SHARED)] = torch.tensor(shared, dtype=torch.float64)
     at = 3 * num_layers + len(_SHARED) + rank * len(_RANK_FIELDS)
     metrics = [view.metrics.get(name, _NOT_GIVEN) for name in METRICS]
-    flags = [float(view.failed), float(view.ready), float(view.has_late_step), float(view.layer_squares_L.sum())]
+    flags = [float(flag) for flag in (view.failed, view.ready, view.idle, view.has_late_step)]
+    flags.append(float(view.layer_squares_L.sum()))
     vector[at : at + len(_RANK_FIELDS)] = torch.tensor([*flags, *view.summary.tolist(), *metrics], dtype=torch.float64)
     return vector
 

@@ -15,12 +15,16 @@ from gradloc_proto.messages import Fidelity
 
 LIMIT_OVER_HEALTHY = 4.0  # as the detector's median rule, for steps that carry no limit of their own
 LIMIT_WITHOUT_BASELINE = 0.5  # of the norm itself: asks what makes up three quarters of its square
-# Provisional until a healthy reference snapshot gives a measured one (docs/design.md, "Snapshots").
+# Of a replay alone; where it is missed, the replay of a healthy step of the run says what this run's replays miss by.
 TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-6}
 TOLERANCE_LOW_PRECISION = 2e-2
 LAYER_TOLERANCE_FACTOR = 10.0  # layer norms are smaller sums: they wobble more
 LAYER_FLOOR = 1e-3  # of the whole norm: smaller layers are compared with this
 COMMON_FACTOR_SPREAD = 0.01
+HEALTHY_ERROR_FACTOR = 4.0  # a spike's replay may miss by so much more than a healthy step's
+TOLERANCE_MEASURED_MAX = (
+    0.1  # beyond it replays of the run say nothing: a loss term of no token, dropout, a wrong scale
+)
 SQUARES_OVERFLOW = 1.8e19  # norms above it overflow when float32 squares them
 
 
@@ -53,9 +57,13 @@ def tolerance_of(grid: torch.dtype) -> float:
     return TOLERANCE.get(grid, TOLERANCE_LOW_PRECISION)
 
 
-def fidelity_of(facts: StepFacts, gradient: Gradient, grid: torch.dtype) -> Fidelity:
-    """Replayed norms against the reported ones."""
+def fidelity_of(
+    facts: StepFacts, gradient: Gradient, grid: torch.dtype, healthy_rel_error: float | None = None
+) -> Fidelity:
+    """Replayed norms against the reported ones. `healthy_rel_error`: what the replay of a healthy step missed by."""
     tolerance = tolerance_of(grid)
+    if healthy_rel_error is not None and math.isfinite(healthy_rel_error):
+        tolerance = min(max(tolerance, HEALTHY_ERROR_FACTOR * healthy_rel_error), TOLERANCE_MEASURED_MAX)
     rel_error = _error(facts.grad_norm, gradient.norm, 1e-30)
     floor = LAYER_FLOOR * abs(facts.grad_norm)
     layers = [_error(norm, gradient.layer_norms.get(key, 0.0), floor) for key, norm in facts.layer_norms.items()]
@@ -67,7 +75,13 @@ def fidelity_of(facts: StepFacts, gradient: Gradient, grid: torch.dtype) -> Fide
         layer_rel_error_max=layer_error,
         tolerance=tolerance,
         reproduced=rel_error <= tolerance and (layer_error or 0.0) <= LAYER_TOLERANCE_FACTOR * tolerance,
+        healthy_rel_error=healthy_rel_error,
     )
+
+
+def healthy_error_of(fidelity: Fidelity) -> float:
+    """What the replay of a healthy step missed by, as `fidelity_of` takes it."""
+    return max(fidelity.rel_error, (fidelity.layer_rel_error_max or 0.0) / LAYER_TOLERANCE_FACTOR)
 
 
 def _error(reported: float, replayed: float, floor: float) -> float:
@@ -86,6 +100,9 @@ def refusal(facts: StepFacts, fidelity: Fidelity, gradient: Gradient, limit: flo
         return None  # the weights have moved since: the replay cannot match, the finding is approximate
     if gradient.norm > 0 and _differs_by_one_factor(facts, gradient):
         return "accounting"
+    healthy = fidelity.healthy_rel_error
+    if healthy is not None and not HEALTHY_ERROR_FACTOR * healthy <= TOLERANCE_MEASURED_MAX:
+        return "inconclusive"  # not even a healthy step of this run replays: no evidence against the machine
     return "not-reproduced" if gradient.norm <= limit else "inconclusive"
 
 

@@ -42,6 +42,7 @@ class _Order:
     strategy: Strategy
     texts: Texts | None
     on_progress: Progress
+    healthy_error: Callable[[], float | None]
 
 
 def localize(
@@ -53,10 +54,15 @@ def localize(
     texts: Texts | None = None,
     on_progress: Progress = lambda _stage, _fraction: None,
     clock: Callable[[], float] = time.perf_counter,
+    healthy_error: Callable[[], float | None] = lambda: None,
 ) -> Finding:
-    """Explain the step. `texts` gives a token id's text. Parameters are as before afterwards, bit for bit."""
+    """Explain the step. Parameters are as before afterwards, bit for bit.
+
+    texts: text of a token id. healthy_error: replays a healthy step of the run and says what its norm missed by
+    (relative), None where there is no such step; asked only where this step's replay does not match.
+    """
     started = clock()
-    order = _Order(policy, batches, facts, strategy, texts, on_progress)
+    order = _Order(policy, batches, facts, strategy, texts, on_progress, healthy_error)
     coefficients = coefficients_of(batches)
     on_progress("replaying", 0.1)
     source = find_in_batch(batches, coefficients)
@@ -88,6 +94,8 @@ def _explain(order: _Order, scene: Scene, sizes: Sequence[Tensor]) -> Finding:
     norm = scene.gradient.norm
     limit = facts.limit_for(norm)
     fidelity = fidelity_of(facts, scene.gradient, order.policy.grid)
+    if not fidelity.reproduced:
+        fidelity = fidelity_of(facts, scene.gradient, order.policy.grid, order.healthy_error())
     growth = layer_growth(scene.gradient.layer_norms, facts.healthy_layer_norms)
     refused = refusal(facts, fidelity, scene.gradient, limit)
     if refused is None and norm <= limit and growth.keys_exploding:

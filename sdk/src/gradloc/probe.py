@@ -20,7 +20,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, cast
 
 import torch
@@ -30,6 +30,7 @@ from gradloc import __version__
 from gradloc.agreement import METRICS, CommonView, LocalView, from_vector, to_vector
 from gradloc.capture import SUMMARY_FIELDS, Capture, summarize
 from gradloc.clipping.applied import AppliedRemedies, Remedy
+from gradloc.healthy_reference import FIRST_AFTER_STEPS, ReferencePlan
 from gradloc.inline import InlineLocalizer, SpikedStep
 from gradloc.model_record import ModelRecord, texts_of, tokenizer_json_of, unwrapped
 from gradloc.norms import LayerNorms
@@ -123,6 +124,7 @@ class Probe:
         localize: Literal["inline"] | None = None,
         scaler: object | None = None,
         texts: Callable[[int], str] | None = None,
+        reference_after: int | None = None,
     ) -> None:
         distributed = dist.is_available() and dist.is_initialized()
         self.rank = dist.get_rank() if distributed else 0
@@ -146,6 +148,7 @@ class Probe:
         self.findings: deque[Finding] = deque(maxlen=FINDINGS_LENGTH)
         self._inline = None if localize is None else self._inline_localizer(model, texts)
         self._ring: deque[_KeptStep] = deque(maxlen=RING_LENGTH)
+        self._references = None if reference_after is None or store is None else ReferencePlan(reference_after)
         self._metrics_before: deque[dict[str, float]] = deque(maxlen=METRICS_USUAL_STEPS)
         self._complained: set[str] = set()
         self._rules = rules.RunState()
@@ -279,6 +282,7 @@ class Probe:
                     metrics=_known_metrics(metrics) | self._remedies.fractions(),
                     failed=False,
                     ready=self._writer is not None and self._writer.ready,
+                    idle=self._writer is not None and self._writer.idle,
                     limits=limits,
                     late_step=wish,
                     has_late_step=kept,
@@ -313,6 +317,9 @@ class Probe:
         elif self._wished_step is not None and view.ready and all(rank["late"] > 0 for rank in view.ranks):
             kept = next(one for one in self._ring if one.step == self._wished_step)
             self._take_snapshot(kept.step, kept.view, kept.micro_batches, "after-update")
+        elif self._references is not None and self._references.is_due(view.norm, view.limits, hit) and view.idle:
+            self._references.taken()
+            self._take_snapshot(self.step, view, micro_batches, "reference")
         if hit and self._inline is not None and self._inline.wants(self.step):
             self._explain(self._inline, view, micro_batches, hit)
         if hit and self._skip_above is not None and self._beyond_skip(view):
@@ -391,16 +398,16 @@ class Probe:
         step: int,
         view: CommonView,
         micro_batches: tuple[MicroBatch, ...],
-        weights: Literal["before-update", "after-update"],
+        weights: Literal["before-update", "after-update", "reference"],
     ) -> None:
         assert self._writer is not None
-        batch = host_batch(micro_batches)
+        part = Order(step, host_batch(micro_batches), self._grad_factor, is_reference=weights == "reference")
         if self.rank != 0 and not self._sharded:
-            self._writer.write(Order(step, batch, self._grad_factor))
+            self._writer.write(part)
             return
         state, tied = host_copy(self._module)  # of sharded weights every rank gathers, rank 0 keeps
         if self.rank != 0:
-            self._writer.write(Order(step, batch, self._grad_factor))
+            self._writer.write(part)
             return
         manifest = Manifest(
             run_id=self.run_id,
@@ -427,7 +434,7 @@ class Probe:
             versions={"gradloc": __version__, "torch": torch.__version__},
             parts=(),
         )
-        self._writer.write(Order(step, batch, self._grad_factor, manifest, state, self._tokenizer_json))
+        self._writer.write(replace(part, manifest=manifest, weights=state, tokenizer_json=self._tokenizer_json))
 
     def _limits(self) -> Limits:
         published = self._publisher.limits if self._publisher is not None else None
@@ -498,6 +505,7 @@ def watch(
     remedies: Sequence[Remedy] = (),
     localize: Literal["inline"] | None = None,
     scaler: object | None = None,
+    reference_after: int | None = FIRST_AFTER_STEPS,
 ) -> Probe:
     """Watch a training process; call it on every rank, after torch.distributed is initialised.
 
@@ -511,7 +519,9 @@ def watch(
     gradloc.clipping's TokenClip, SeqClip, LayerClip, RewardGuard (none by default; docs/remedies.md).
     localize: "inline" explains a spike in this process, on all ranks, for at most one step's time
     (probe.finding; docs/algorithm.md, "Inline mode"). scaler: fp16's torch.amp.GradScaler, whose scale
-    is in dL/dlogp but no longer in the unscaled gradients.
+    is in dL/dlogp but no longer in the unscaled gradients. reference_after: with a store, an ordinary step
+    is kept after so many healthy ones, and again whenever their number has doubled: what its replay
+    deviates by is what a spike's replay may; None: never.
 
     Raises ValueError for arguments that cannot be meant (before training starts); never afterwards.
     """
@@ -526,6 +536,8 @@ def watch(
         raise ValueError(f"localize is {localize!r}; expected None or 'inline'")
     if scaler is not None and not callable(getattr(scaler, "get_scale", None)):
         raise ValueError(f"scaler is a {type(scaler).__name__}; expected a torch.amp.GradScaler")
+    if reference_after is not None and not reference_after >= 1:
+        raise ValueError(f"reference_after is {reference_after}; expected a number of steps, 1 or more, or None")
     return Probe(
         model,
         optimizer,
@@ -543,6 +555,7 @@ def watch(
         localize=localize,
         scaler=scaler,
         texts=texts_of(tokenizer),
+        reference_after=reference_after,
     )
 
 

@@ -25,7 +25,10 @@ _BATCH_FIELDS = tuple(name for name in MicroBatch.__dataclass_fields__ if name n
 
 @dataclass(frozen=True)
 class Order:
-    """One snapshot to write. `manifest` and `weights` are rank 0's; other ranks write only their part."""
+    """One snapshot to write. `manifest` and `weights` are rank 0's; other ranks write only their part.
+
+    is_reference: a healthy step, outside the quota; a spike need not wait for it (and holds a second copy meanwhile).
+    """
 
     step: int
     micro_batches: tuple[MicroBatch, ...]
@@ -33,10 +36,11 @@ class Order:
     manifest: Manifest | None = None
     weights: dict[str, torch.Tensor] | None = None
     tokenizer_json: str | None = None
+    is_reference: bool = False
 
 
 class SnapshotWriter:
-    """One order in flight; `ready` says whether another would be taken."""
+    """One order in flight, and one more behind a reference; `ready` says whether another would be taken."""
 
     def __init__(
         self,
@@ -55,19 +59,27 @@ class SnapshotWriter:
         self._publish = publish
         self._snapshots_left = snapshots_max
         self._thread: threading.Thread | None = None
+        self._newest_is_reference = False
+
+    @property
+    def idle(self) -> bool:
+        """Nothing is being written."""
+        return self._thread is None or not self._thread.is_alive()
 
     @property
     def ready(self) -> bool:
-        """False while one is being written, and when the run's quota is used up."""
-        return self._snapshots_left > 0 and (self._thread is None or not self._thread.is_alive())
+        """False while a spike is being written, and when the run's quota is used up."""
+        return self._snapshots_left > 0 and (self.idle or self._newest_is_reference)
 
     def url(self, step: int) -> str:
         return self._store.child(self._run_id, self._attempt, step).url
 
     def write(self, order: Order) -> None:
-        """Write in the background. The caller has checked `ready` on all ranks."""
-        self._snapshots_left -= 1
-        self._thread = threading.Thread(target=self._write, args=(order,), name="gradloc-snapshot", daemon=True)
+        """Write in the background. The caller has checked `ready` (for a reference `idle`) on all ranks."""
+        self._snapshots_left -= not order.is_reference
+        self._newest_is_reference = order.is_reference
+        arguments = (order, self._thread)
+        self._thread = threading.Thread(target=self._write, args=arguments, name="gradloc-snapshot", daemon=True)
         self._thread.start()
 
     def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
@@ -75,7 +87,9 @@ class SnapshotWriter:
         if self._thread is not None:
             self._thread.join(timeout=timeout_s)
 
-    def _write(self, order: Order) -> None:
+    def _write(self, order: Order, before: threading.Thread | None) -> None:
+        if before is not None:
+            before.join()
         try:
             self._write_files(order)
         except Exception as error:  # noqa: BLE001 - a full disk must not end a training run

@@ -214,3 +214,41 @@ def test_without_redis_the_process_says_one_line(variables, code, reason):
     assert reason in done.stderr
     assert "secret" not in done.stderr
     assert "Traceback" not in done.stderr
+
+
+class TestHealthyReference:
+    """GRADLOC_REFERENCE: a healthy step of the run, replayed where the spike's replay does not match."""
+
+    @pytest.fixture
+    def spiked(self, trainer, tmp_path):
+        """A spike that was reported 2 % larger than it replays, by one layer."""
+        step = trainer.faulty(trainer.model(), trainer.stale(9.0))
+        layers = {key: norm * (1.02 if key == "layers.1.mlp" else 1) for key, norm in step.layer_norms.items()}
+        return step.write(f"file://{tmp_path}/run/0/7", grad_norm=1.02 * step.grad_norm, layer_norms=layers)
+
+    def reference(self, trainer, tmp_path, **changes):
+        step = trainer.faulty(trainer.model(), None)
+        known = {"weights": "reference", "grad_norm": 1.01 * step.grad_norm, "step": 3}
+        return step.write(f"file://{tmp_path}/run/0/3", **(known | changes))
+
+    def finding_of(self, spiked, reference):
+        bus = MemoryBus()
+        assert perform(job_of(spiked, reference=reference), bus) == EXIT_DONE
+        return told(bus)[-1].finding
+
+    def test_its_error_widens_the_tolerance(self, trainer, spiked, tmp_path):
+        finding = self.finding_of(spiked, self.reference(trainer, tmp_path))
+        assert finding.fidelity.healthy_rel_error == pytest.approx(0.01 / 1.01, rel=1e-3)
+        assert finding.verdict == "token"
+
+    @pytest.mark.parametrize("changes", [{"run_id": "another"}, {"weights": "before-update"}])
+    def test_what_is_no_healthy_step_of_the_run_is_not_used(self, trainer, spiked, tmp_path, changes, caplog):
+        finding = self.finding_of(spiked, self.reference(trainer, tmp_path, **changes))
+        assert finding.fidelity.healthy_rel_error is None
+        assert finding.verdict == "inconclusive"
+        assert "not a healthy step of run run" in caplog.text
+
+    def test_one_that_is_gone_costs_a_line(self, spiked, tmp_path, caplog):
+        finding = self.finding_of(spiked, f"file://{tmp_path}/run/0/2")
+        assert finding.fidelity.healthy_rel_error is None
+        assert "no snapshot at" in caplog.text

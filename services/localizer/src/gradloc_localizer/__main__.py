@@ -64,6 +64,7 @@ def main(
         strategy=strategy,
         device=device,
         num_threads=threads,
+        reference=os.environ.get("GRADLOC_REFERENCE") or None,
         allowed_factories=tuple(filter(None, os.environ.get("GRADLOC_ALLOWED_FACTORIES", "").split(","))),
     )
     signal.signal(signal.SIGTERM, _stop)

@@ -33,6 +33,9 @@ EXIT_REJECTED = 2
     metavar="MODULE:FUNCTION",
     help="Allow the snapshot to build its model with this function of an installed module.",
 )
+@click.option(
+    "--reference", metavar="SNAPSHOT", help="A healthy step of the same run: how well replays of the run match."
+)
 @click.option("--device", default="auto", show_default=True, help="cpu, cuda, cuda:0 or auto.")
 @click.option("--threads", type=click.IntRange(min=1), default=2, show_default=True, help="Threads of torch.")
 def localize(
@@ -41,6 +44,7 @@ def localize(
     as_json: bool,
     limit: float | None,
     factories: tuple[str, ...],
+    reference: str | None,
     device: str,
     threads: int,
 ) -> None:
@@ -57,6 +61,7 @@ def localize(
                 allowed_factories=factories,
                 device=device,
                 num_threads=threads,
+                reference=reference,
             )
             _manifest, finding = explain(snapshot, options, on_progress)
     except (ValueError, OSError) as error:

@@ -1,31 +1,38 @@
 """The driver: a snapshot's URL in, a finding out. Knows no Ray and no Redis."""
 
 import json
+import logging
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from gradloc.fidelity import StepFacts
+from gradloc.fidelity import StepFacts, fidelity_of, healthy_error_of
 from gradloc.localization import Progress, Strategy, localize
 from gradloc.policy import Meter, PlacedBatch, Policy, place
+from gradloc.replay import coefficients_of, replay
 from gradloc.snapshot import Manifest, Snapshot, SnapshotRejected, open_snapshot
 from gradloc_localizer.model_source import ModelRejected, build_model, dtype_of
 from gradloc_proto.messages import Finding
 
+_log = logging.getLogger("gradloc.localizer")
 NUM_THREADS = 2  # a spare machine is shared with other jobs; small models gain nothing from more
 
 
 @dataclass(frozen=True)
 class Options:
-    """How to localize. `limit`: instead of the snapshot's own. `device`: as torch names it, or "auto"."""
+    """How to localize. `limit`: instead of the snapshot's own. `device`: as torch names it, or "auto".
+
+    reference: URL of a healthy step's snapshot of the same run; its replay says how well replays of the run match.
+    """
 
     strategy: Strategy = "attribution"
     limit: float | None = None
     allowed_factories: Collection[str] = ()
     device: str = "auto"
     num_threads: int = NUM_THREADS
+    reference: str | None = None
 
 
 def explain(
@@ -39,23 +46,49 @@ def explain(
     on_progress("opening", 0.0)
     snapshot = open_snapshot(url)
     manifest = snapshot.manifest
+    policy, batches = _rebuilt(snapshot, options, lambda: on_progress("rebuilding", 0.05))
+    facts = _facts(manifest, options.limit)
+
+    def healthy_error() -> float | None:
+        return None if options.reference is None else _healthy_error(options.reference, manifest, options)
+
+    finding = localize(
+        policy,
+        batches,
+        facts,
+        strategy=options.strategy,
+        texts=texts_of(snapshot),
+        on_progress=on_progress,
+        healthy_error=healthy_error,
+    )
+    on_progress("done", 1.0)
+    return manifest, finding
+
+
+def _rebuilt(
+    snapshot: Snapshot, options: Options, on_open: Callable[[], None] = lambda: None
+) -> tuple[Policy, tuple[PlacedBatch, ...]]:
+    """A snapshot's step, ready to replay."""
+    manifest = snapshot.manifest
     parts = [snapshot.micro_batches(part.rank) for part in manifest.parts]
     try:
         batches = place([(part, record.grad_factor) for part, record in zip(parts, manifest.parts, strict=True)])
     except ValueError as error:
         raise SnapshotRejected(f"snapshot {snapshot.store.url}: {error}") from None
-    on_progress("rebuilding", 0.05)
-    device = _device(options.device)
-    model = build_model(snapshot, allowed_factories=options.allowed_factories, device=device)
+    on_open()
+    model = build_model(snapshot, allowed_factories=options.allowed_factories, device=_device(options.device))
     _check_ids(snapshot, model, batches)
     meter = Meter(sum(placed.batch.ids_BT.numel() for placed in batches))
     autocast = None if manifest.autocast_dtype is None else dtype_of(manifest.autocast_dtype)
-    policy = Policy(model, meter, autocast_dtype=autocast)
-    facts = StepFacts(
+    return Policy(model, meter, autocast_dtype=autocast), batches
+
+
+def _facts(manifest: Manifest, limit: float | None = None) -> StepFacts:
+    return StepFacts(
         step=manifest.step,
         grad_norm=manifest.grad_norm,
         layer_norms=manifest.layer_norms,
-        limit=manifest.limit if options.limit is None else options.limit,
+        limit=manifest.limit if limit is None else limit,
         healthy_norm=manifest.healthy_norm,
         healthy_layer_norms=manifest.healthy_layer_norms,
         weights=manifest.weights,
@@ -63,11 +96,21 @@ def explain(
         metrics=manifest.metrics,
         metrics_usual=manifest.metrics_usual,
     )
-    finding = localize(
-        policy, batches, facts, strategy=options.strategy, texts=texts_of(snapshot), on_progress=on_progress
-    )
-    on_progress("done", 1.0)
-    return manifest, finding
+
+
+def _healthy_error(url: str, spiked: Manifest, options: Options) -> float | None:
+    """What the replay of the run's healthy step missed by; None, with a line in the log, where it cannot be used."""
+    try:
+        snapshot = open_snapshot(url)
+        manifest = snapshot.manifest
+        if (manifest.run_id, manifest.weights) != (spiked.run_id, "reference"):
+            raise SnapshotRejected(f"{url} is not a healthy step of run {spiked.run_id}")
+        policy, batches = _rebuilt(snapshot, options)
+    except (ValueError, OSError) as error:
+        _log.warning("the healthy reference is not used: %s", str(error).split("\n", maxsplit=1)[0][:300])
+        return None
+    gradient = replay(policy, batches, coefficients_of(batches)).gradient
+    return healthy_error_of(fidelity_of(_facts(manifest), gradient, policy.grid))
 
 
 def _device(name: str) -> str:

@@ -33,6 +33,7 @@ class Job:
     device: str = "auto"
     num_threads: int = 2
     allowed_factories: tuple[str, ...] = field(default=())
+    reference: str | None = None
 
     @property
     def step(self) -> int:
@@ -79,6 +80,7 @@ def _localize(job: Job, findings: Findings) -> Finding:
         allowed_factories=job.allowed_factories,
         device=job.device,
         num_threads=job.num_threads,
+        reference=job.reference,
     )
     manifest, finding = explain(job.snapshot, options, findings.progressed)
     if (manifest.run_id, manifest.attempt) != (job.run_id, job.attempt):
