@@ -4,14 +4,15 @@ import math
 import threading
 from pathlib import Path
 
+import fsspec
 import pytest
 import torch
+from fsspec.implementations.memory import MemoryFileSystem
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
 import gradloc
-from gradloc import snapshot_writer
 from gradloc.healthy_reference import ReferencePlan
 from gradloc.snapshot import open_snapshot
 from gradloc_proto import codec, streams
@@ -55,7 +56,7 @@ def test_a_step_that_could_not_be_taken_is_made_up_for_by_the_next() -> None:
 class Run:
     """A loop with a store; `spike` scales one coefficient of the step."""
 
-    def __init__(self, folder: Path, **arguments: object) -> None:
+    def __init__(self, store: str, **arguments: object) -> None:
         torch.manual_seed(0)
         self.model = nn.Linear(4, 3)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-3)
@@ -65,7 +66,7 @@ class Run:
             self.optimizer,
             run="run",
             bus=self.bus,
-            store=f"file://{folder}",
+            store=store,
             model_factory="tests:nothing",
             **arguments,  # type: ignore[arg-type]
         )
@@ -91,7 +92,7 @@ class Run:
 
 
 def test_a_run_keeps_a_healthy_step_with_its_weights(tmp_path: Path) -> None:
-    run = Run(tmp_path, reference_after=20)
+    run = Run(f"file://{tmp_path}", reference_after=20)
     for _ in range(100):
         run.step()
         if run.probe._writer is not None:
@@ -108,29 +109,35 @@ def test_a_run_keeps_a_healthy_step_with_its_weights(tmp_path: Path) -> None:
 
 
 def test_none_is_kept_where_none_is_wanted(tmp_path: Path) -> None:
-    run = Run(tmp_path, reference_after=None)
+    run = Run(f"file://{tmp_path}", reference_after=None)
     for _ in range(90):
         run.step()
     run.probe.close()
     assert run.committed() == []
 
 
-def test_a_spike_need_not_wait_for_the_reference_that_is_being_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    may_write, write = threading.Event(), snapshot_writer.snapshot.write_weights
+class GatedFileSystem(MemoryFileSystem):
+    """A store that takes nothing until its gate opens."""
 
-    def slowly(*arguments: object) -> object:
-        assert may_write.wait(30)
-        return write(*arguments)  # type: ignore[arg-type]
+    protocol = "gated"
+    gate = threading.Event()
 
-    monkeypatch.setattr(snapshot_writer.snapshot, "write_weights", slowly)
-    run = Run(tmp_path, reference_after=20)
-    decisions = [run.step() for _ in range(60)]
-    assert set(decisions) == {"go"}
+    def pipe_file(self, *arguments: object, **changes: object) -> None:
+        assert self.gate.wait(30)
+        super().pipe_file(*arguments, **changes)
+
+    def _open(self, *arguments: object, **changes: object) -> object:
+        assert self.gate.wait(30)
+        return super()._open(*arguments, **changes)
+
+
+def test_a_spike_need_not_wait_for_the_reference_that_is_being_written() -> None:
+    fsspec.register_implementation("gated", GatedFileSystem, clobber=True)
+    run = Run("gated://store", reference_after=20)
+    assert {run.step() for _ in range(60)} == {"go"}
     assert run.step(spike=1e4) == "snapshot"
     assert run.step(spike=1e5) == "go"  # one spike at a time
-    may_write.set()
+    GatedFileSystem.gate.set()
     run.probe.close()
     (reference, spike) = run.committed()
     assert (reference[1], spike) == ("reference", (60, "before-update"))
