@@ -10,6 +10,7 @@ machine with two idle cores: Redis and the publisher take one.
 import argparse
 import json
 import sys
+from collections.abc import Sequence
 
 import redis
 from bus_throughput import connected, own_redis
@@ -24,12 +25,12 @@ SEED = 0
 NUM_OVER = 2_000  # entries written past a bound
 
 
-def bounds(url: str, seed: int) -> list[dict[str, object]]:
+def bounds(url: str, seed: int, names: Sequence[streams.StreamName]) -> list[dict[str, object]]:
     """Each stream of a run filled past its bound with steps: its bytes in Redis over bound x bytes of an event."""
     events, bus = Events(seed), RedisBus(url)
     rows = []
     with redis.Redis.from_url(url) as client:
-        for name in streams.STREAM_NAMES:
+        for name in names:
             key, length_max = streams.stream("bounds-0000", name), streams.STREAM_LENGTH_MAX[name]
             num_written = length_max + NUM_OVER
             for start in range(0, num_written, 500):
@@ -57,7 +58,7 @@ def measure(options: argparse.Namespace) -> dict[str, object]:
         live = fleet.measure(url, num_runs=options.runs, steps_per_s=options.rate, seconds=options.seconds, seed=SEED)
     with own_redis() as url:
         connected(url).close()
-        bounded = bounds(url, SEED)
+        bounded = bounds(url, SEED, ("limits", "findings") if options.quick else streams.STREAM_NAMES)
     return {
         "benchmark": "detector_load",
         "seed": SEED,
@@ -71,13 +72,16 @@ def measure(options: argparse.Namespace) -> dict[str, object]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=3_000, metavar="N", help="steps of each run of the backlog")
+    parser.add_argument("--steps", type=int, default=6_000, metavar="N", help="steps of each run of the backlog")
     parser.add_argument("--rounds", type=int, default=5, metavar="N", help="rounds of which the best counts")
     parser.add_argument("--runs", type=int, default=1_000, metavar="N", help="live runs")
     parser.add_argument("--rate", type=float, default=2.0, metavar="R", help="steps a second and live run")
     parser.add_argument("--seconds", type=float, default=60.0, metavar="S", help="how long they live")
+    parser.add_argument("--quick", action="store_true", help="small, to see that it runs: its figures mean nothing")
     parser.add_argument("--json", action="store_true", help="one JSON object")
     options = parser.parse_args()
+    if options.quick:
+        options.steps, options.rounds, options.runs, options.seconds = 400, 1, 8, 2.0
     result = measure(options)
     sys.stdout.write((json.dumps(result) if options.json else json.dumps(result, indent=2)) + "\n")
 

@@ -68,7 +68,7 @@ def measure(url: str, *, num_steps: int, num_rounds: int, seed: int) -> dict[str
     """Best of `num_rounds`, by turns: what else runs on the machine slows rounds, it never speeds one up.
 
     "young" are the first READ_COUNT messages of each run, whose limits are renewed and published at each step;
-    "settled" is the rest, as in a run's second hour.
+    "settled" is the rest, as in a run's second hour; "whole" is both, from a run's first step.
     """
     rounds: list[dict[str, tuple[float, float, int]]] = []
     with redis.Redis.from_url(url) as client:
@@ -78,6 +78,7 @@ def measure(url: str, *, num_steps: int, num_rounds: int, seed: int) -> dict[str
             times["young"] = _timed(lambda: detector(url, NUM_RUNS * READ_COUNT))
             num_left = num_messages - times["young"][2]
             times["settled"] = _timed(lambda: detector(url, num_left))  # noqa: B023 (called at once)
+            times["whole"] = _joined(times["young"], times["settled"])
             rounds.append(times)
             forget(client)
     wall = {name: round(1 / min(times[name][0] for times in rounds)) for name in rounds[0]}
@@ -90,6 +91,8 @@ def measure(url: str, *, num_steps: int, num_rounds: int, seed: int) -> dict[str
         "events_per_core_s": core,
         "ratio": round(wall["settled"] / wall["bare"], 3),
         "ratio_of_core_time": round(core["settled"] / core["bare"], 3),
+        "ratio_whole": round(wall["whole"] / wall["bare"], 3),
+        "ratio_whole_of_core_time": round(core["whole"] / core["bare"], 3),
         "ratio_of_core_time_each_round": [round(times["bare"][1] / times["settled"][1], 3) for times in rounds],
     }
 
@@ -99,6 +102,11 @@ def _timed(work: Callable[[], int]) -> tuple[float, float, int]:
     wall, core = time.perf_counter(), time.process_time()
     num = work()
     return (time.perf_counter() - wall) / num, (time.process_time() - core) / num, num
+
+
+def _joined(one: tuple[float, float, int], other: tuple[float, float, int]) -> tuple[float, float, int]:
+    num = one[2] + other[2]
+    return (one[0] * one[2] + other[0] * other[2]) / num, (one[1] * one[2] + other[1] * other[2]) / num, num
 
 
 def _runs() -> list[str]:
