@@ -116,26 +116,51 @@ def test_a_snapshot_that_comes_after_the_time_out_is_used_under_a_new_attempt(st
 def cliff(story, first=40):
     """Steps whose reward falls off a cliff; the norm stays healthy."""
     return [story.step(number, reward_mean=0.9 + 0.01 * (number % 3)) for number in range(first)] + [
-        story.step(number, reward_mean=0.0, snapshot=story.path(number)) for number in range(first, first + 5)
+        story.step(number, reward_mean=0.0) for number in range(first, first + 5)
+    ]
+
+
+def test_a_cliff_of_rewards_is_localized_from_the_newest_batch_where_its_own_is_gone(story):
+    story.tell(*cliff(story))
+    assert [flag.rule for flag in story.messages()[0].spike.flags] == ["reward-cliff"]
+    (asked,) = story.messages("control")
+    assert (asked.step, asked.or_newest) == (story.messages()[0].spike.step, True)
+    story.tell(story.committed(60, asked_step=asked.step, weights="after-update"))
+    assert [item.snapshot for item in planned(story).ready] == [story.path(60)]
+
+
+def test_of_a_spike_of_the_norm_no_other_step_will_do(story):
+    story.tell(*story.steps(0, 39), story.step(40, norm=640.0))
+    (asked,) = story.messages("control")
+    assert (asked.step, asked.or_newest) == (40, False)
+
+
+def vanished(story, first=40):
+    """Steps that the trainer says have vanished; it kept them, and the norm of the others is healthy."""
+    told = {"decision": "snapshot", "rules_hit": ("vanished",)}
+    return [
+        *story.steps(0, first - 1),
+        *(story.step(number, snapshot=story.path(number), **told) for number in range(first, first + 5)),
     ]
 
 
 def test_a_fault_of_the_run_starts_no_job_asks_for_no_snapshot_and_waits_for_nothing(story):
-    story.tell(*cliff(story), *(story.committed(number) for number in range(40, 45)), story.tick(0.0), story.tick(1e6))
-    assert [flag.rule for flag in story.messages()[0].spike.flags] == ["reward-cliff"]
+    committed = [story.committed(number) for number in range(40, 45)]
+    story.tell(*vanished(story), *committed, story.tick(0.0), story.tick(1e6))
+    assert [flag.rule for flag in story.messages()[0].spike.flags] == ["trainer:vanished"]
     assert planned(story).ready == () and not needs_clock(story.state.book)
-    assert story.kinds() == ["incident_opened"] and story.messages("control") == []
+    assert {*story.kinds()} == {"incident_opened", "incident_joined"} and story.messages("control") == []
 
 
 def test_a_spike_that_joins_a_fault_of_the_run_is_localized(story):
-    story.tell(*cliff(story), *(story.committed(number) for number in range(40, 45)), story.spike(45))
+    story.tell(*vanished(story), *(story.committed(number) for number in range(40, 45)), story.spike(45))
     assert needs_clock(story.state.book)
     story.tell(story.committed(45))
     assert [item.snapshot for item in planned(story).ready] == [story.path(45)]
 
 
 def test_a_person_may_have_a_fault_of_the_run_localized_all_the_same(story):
-    story.tell(*cliff(story), story.committed(44))
+    story.tell(*vanished(story), story.committed(44))
     story.tell(wish(story))
     assert [item.snapshot for item in planned(story).ready] == [story.path(44)]
     assert [item.localization_attempt for item in planned(story).ready] == [1]

@@ -43,6 +43,8 @@ def test_weights_from_after_the_update_cannot_match_and_do_not_accuse_the_hardwa
     finding = explained(step, grad_norm=1.3 * step.grad_norm, weights="after-update")
     assert finding.verdict == "token"
     assert not finding.fidelity.reproduced
+    assert finding.approximate and "approximate" in finding.summary
+    assert not explained(step).approximate
 
 
 def test_a_norm_that_overflowed_in_the_sum_of_squares_is_named(trainer):

@@ -51,6 +51,8 @@ def test_the_message_of_the_promise(kit: Any) -> None:
         ("non-finite", {"layers_exploding": ("layers.3.mlp",)}, "first in layers.3.mlp"),
         ("not-reproduced", {}, "The replay gives norm 640"),
         ("inconclusive", {"checksum": 0.41}, "the shares sum to 0.41, not 1"),
+        ("batch-wide", {"approximate": True, "step": 1210}, "Approximate: batch of step 1,210, weights of after"),
+        ("token", {"approximate": True}, "weights of after its update"),
     ],
 )
 def test_every_verdict_has_its_words(kit: Any, verdict: str, values: dict[str, object], expected: str) -> None:

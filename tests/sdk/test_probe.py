@@ -216,12 +216,38 @@ def test_a_late_request_gets_the_batch_with_current_weights(
         loop.step()
     wish = SnapshotRequested(run_id=RUN, ts=0.0, step=2, by="test")
     bus.append(streams.stream(RUN, "control"), [codec.encode(wish)], length_max=10)
-    wait_for(lambda: loop.probe._publisher is not None and loop.probe._publisher.requested_step == 2)
+    wait_for(lambda: loop.probe._publisher is not None and loop.probe._publisher.wish is not None)
     loop.step()
     loop.step()
     loop.probe.close()
     (committed,) = [message for message in published(bus) if isinstance(message, SnapshotCommitted)]
     assert (committed.step, committed.weights) == (2, "after-update")
+
+
+@pytest.mark.parametrize(
+    ("asked", "or_newest", "kept"),
+    [(1, True, (7, 1)), (1, False, None), (5, True, (5, None)), (99, True, None)],
+    ids=["gone", "gone and no other will do", "still there", "of the future"],
+)
+def test_a_request_for_a_step_that_is_gone_gets_the_newest_where_that_will_do(
+    tiny_model: nn.Module, logp: LogpOf, tmp_path: Path, asked: int, or_newest: bool, kept: tuple[int, int] | None
+) -> None:
+    bus = MemoryBus()
+    loop = Loop(tiny_model, logp, {"bus": bus, "store": str(tmp_path)})
+    for _ in range(7):
+        loop.step()
+    wish = SnapshotRequested(run_id=RUN, ts=0.0, step=asked, by="test", or_newest=or_newest)
+    bus.append(streams.stream(RUN, "control"), [codec.encode(wish)], length_max=10)
+    wait_for(lambda: loop.probe._publisher is not None and loop.probe._publisher.wish is not None)
+    loop.step()
+    loop.step()
+    loop.probe.close()
+    committed = [message for message in published(bus) if isinstance(message, SnapshotCommitted)]
+    assert [(one.step, one.asked_step) for one in committed] == ([] if kept is None else [kept])
+    if kept is not None:
+        (only,) = committed
+        assert only.weights == "after-update" and only.path.endswith(f"/{kept[0]}")
+        assert open_snapshot(only.path).manifest.step == kept[0]
 
 
 def test_a_store_that_cannot_be_written_costs_a_message_only(

@@ -115,6 +115,7 @@ class Finding(Part):
     causes: tuple[Cause, ...] = ()
     fix: Fix | None = None
     healthy_norm: float | None = None
+    approximate: bool = False  # the weights had moved when its batch was kept: norms and shares are not the step's own
     layer_growth: dict[str, float] = Field(default_factory=dict)
     layers_exploding: tuple[str, ...] = ()
     module_kinds_exploding: tuple[str, ...] = ()

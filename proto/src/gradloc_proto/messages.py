@@ -169,6 +169,7 @@ class SnapshotCommitted(Message):
     num_bytes: Count
     manifest_sha256: ShortText
     weights: Literal["before-update", "after-update", "reference", "none"] = "before-update"
+    asked_step: Count | None = None  # the wish it answers, where that step's batch was gone: `step` is a later one
 
     def key(self) -> str:
         return message_key("snapshot", self.run_id, self.attempt, self.step, self.path)
@@ -321,6 +322,7 @@ class SnapshotRequested(Message):
     type: Literal["snapshot_requested"] = "snapshot_requested"
     step: Count
     by: ShortText
+    or_newest: bool = False  # what is asked about lasts: where the step is gone, the newest one shows it too
 
     def key(self) -> str:
         return message_key("snapshot-requested", self.run_id, self.attempt, self.step)

@@ -28,13 +28,13 @@ METRICS = (
     "sequences_remedied",
     "rewards_remedied",
 )
-_RANK_FIELDS = ("failed", "ready", "idle", "late", "square", *SUMMARY_FIELDS, *METRICS)
-_SHARED = ("version", "norm", "healthy_norm", "late_step")
+_RANK_FIELDS = ("failed", "ready", "idle", "kept", "square", *SUMMARY_FIELDS, *METRICS)
+_SHARED = ("version", "norm", "healthy_norm", "late_step", "late_or_newest")
 
 
 @dataclass(frozen=True)
 class LocalView:
-    """What one rank brings. `layer_squares_L` float64 [L]; `late_step` counts on rank 0 only."""
+    """What one rank brings. `layer_squares_L` float64 [L]; `wish` counts on rank 0 only."""
 
     layer_squares_L: torch.Tensor
     summary: torch.Tensor  # float64 [len(SUMMARY_FIELDS)]
@@ -43,8 +43,8 @@ class LocalView:
     ready: bool  # a spike's snapshot could be taken now
     idle: bool = False  # so could one that is less urgent: nothing is being written
     limits: Limits | None = None
-    late_step: int | None = None
-    has_late_step: bool = False  # this rank still holds the batch of rank 0's wish of the step before
+    wish: tuple[int, bool] | None = None  # for a snapshot: of which step, and whether the newest will do as well
+    kept_step: int | None = None  # whose batch this rank holds and would keep for rank 0's wish of the step before
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class CommonView:
     layer_norms: dict[str, float]
     limits: Limits
     ranks: tuple[dict[str, float], ...]
-    late_step: int | None
+    wish: tuple[int, bool] | None
 
     @property
     def failed(self) -> bool:
@@ -70,8 +70,10 @@ class CommonView:
         return all(rank["idle"] > 0 for rank in self.ranks)
 
     @property
-    def late_ready(self) -> bool:
-        return self.late_step is not None and all(rank["late"] > 0 for rank in self.ranks)
+    def kept_step(self) -> int | None:
+        """The step that all ranks would keep for the wish of the step before; None where they do not agree."""
+        steps = {rank["kept"] for rank in self.ranks}
+        return int(steps.pop()) if len(steps) == 1 and min(steps) >= 0 else None
 
     @property
     def num_tokens(self) -> int:
@@ -122,15 +124,15 @@ def to_vector(view: LocalView, layer_names: tuple[str, ...], rank: int, world_si
     vector[:num_layers] = view.layer_squares_L
     if rank == 0:
         limits = view.limits or Limits()
-        late = -1 if view.late_step is None else view.late_step
-        shared = [limits.version, _or_nan(limits.norm), _or_nan(limits.healthy_norm), late]
+        late, or_newest = view.wish or (-1, False)
+        shared = [limits.version, _or_nan(limits.norm), _or_nan(limits.healthy_norm), late, or_newest]
         shared += [limits.layers.get(name, math.nan) for name in layer_names]
         shared += [limits.healthy_layers.get(name, math.nan) for name in layer_names]
         vector[num_layers : 3 * num_layers + len(_SHARED)] = torch.tensor(shared, dtype=torch.float64)
     at = 3 * num_layers + len(_SHARED) + rank * len(_RANK_FIELDS)
     metrics = [view.metrics.get(name, _NOT_GIVEN) for name in METRICS]
-    flags = [float(flag) for flag in (view.failed, view.ready, view.idle, view.has_late_step)]
-    flags.append(float(view.layer_squares_L.sum()))
+    flags = [float(flag) for flag in (view.failed, view.ready, view.idle)]
+    flags += [-1.0 if view.kept_step is None else float(view.kept_step), float(view.layer_squares_L.sum())]
     vector[at : at + len(_RANK_FIELDS)] = torch.tensor([*flags, *view.summary.tolist(), *metrics], dtype=torch.float64)
     return vector
 
@@ -140,7 +142,7 @@ def from_vector(total: torch.Tensor, layer_names: tuple[str, ...], world_size: i
     values: list[float] = total.tolist()
     num_layers = len(layer_names)
     squares, rest = values[:num_layers], values[num_layers:]
-    version, norm_limit, healthy_norm, late = rest[: len(_SHARED)]
+    version, norm_limit, healthy_norm, late, or_newest = rest[: len(_SHARED)]
     layer_limits = rest[len(_SHARED) : len(_SHARED) + num_layers]
     healthy_layers = rest[len(_SHARED) + num_layers : len(_SHARED) + 2 * num_layers]
     slots = rest[len(_SHARED) + 2 * num_layers :]
@@ -158,7 +160,7 @@ def from_vector(total: torch.Tensor, layer_names: tuple[str, ...], world_size: i
         ranks=tuple(
             dict(zip(_RANK_FIELDS, slots[rank * width : (rank + 1) * width], strict=True)) for rank in range(world_size)
         ),
-        late_step=None if late < 0 else int(late),
+        wish=None if late < 0 else (int(late), or_newest > 0),
     )
 
 

@@ -86,6 +86,9 @@ def localize(
         num_backwards=meter.num_backwards,
         seconds=round(clock() - started, 4),
     )
+    if order.facts.weights == "after-update":
+        summary = f"{finding.summary}; approximate: the weights had moved"[:512]
+        finding = finding.model_copy(update={"approximate": True, "summary": summary})
     return finding.model_copy(update={"cost": cost})
 
 

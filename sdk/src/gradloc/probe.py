@@ -152,7 +152,7 @@ class Probe:
         self._metrics_before: deque[dict[str, float]] = deque(maxlen=METRICS_USUAL_STEPS)
         self._complained: set[str] = set()
         self._rules = rules.RunState()
-        self._wished_step: int | None = None  # rank 0's wish as all ranks heard it at the last step
+        self._wish: tuple[int, bool] | None = None  # rank 0's at the last step, for all: step, or the newest
         self._last_step_at = time.monotonic()
         self._observed = False
         self._closed = False
@@ -271,7 +271,7 @@ class Probe:
     def _local_view(self, metrics: dict[str, float]) -> tuple[LocalView, tuple[MicroBatch, ...]]:
         """This rank's part, also when measuring it failed: a rank that stays away would hang the others."""
         limits, wish = (self._limits(), self._take_wish()) if self.rank == 0 else (None, None)
-        kept = self._wished_step is not None and any(one.step == self._wished_step for one in self._ring)
+        kept = self._kept_for_wish()
         try:
             self._grad_factor = self._rank_factor / _loss_scale(self._scaler)
             micro_batches = self._capture.take()
@@ -284,8 +284,8 @@ class Probe:
                     ready=self._writer is not None and self._writer.ready,
                     idle=self._writer is not None and self._writer.idle,
                     limits=limits,
-                    late_step=wish,
-                    has_late_step=kept,
+                    kept_step=None if kept is None else kept.step,
+                    wish=wish,
                 ),
                 micro_batches,
             )
@@ -295,7 +295,7 @@ class Probe:
             self._complain("observe", error)
             zeros = torch.zeros(len(self._norms.names), dtype=torch.float64)
             blank = torch.zeros(len(SUMMARY_FIELDS), dtype=torch.float64)
-            return LocalView(zeros, blank, {}, failed=True, ready=False, limits=limits, late_step=wish), ()
+            return LocalView(zeros, blank, {}, failed=True, ready=False, limits=limits, wish=wish), ()
 
     def _agree(self, local: LocalView) -> CommonView | None:
         vector = to_vector(local, self._norms.names, self.rank, self.world_size)
@@ -314,9 +314,8 @@ class Probe:
         if decision == "snapshot" and self._writer is not None:
             snapshot_url = self._writer.url(self.step)
             self._take_snapshot(self.step, view, micro_batches, "before-update")
-        elif self._wished_step is not None and view.ready and all(rank["late"] > 0 for rank in view.ranks):
-            kept = next(one for one in self._ring if one.step == self._wished_step)
-            self._take_snapshot(kept.step, kept.view, kept.micro_batches, "after-update")
+        elif view.kept_step is not None and view.ready:
+            self._keep_late(view.kept_step)
         elif self._references is not None and self._references.is_due(view.norm, view.limits, hit) and view.idle:
             self._references.taken()
             self._take_snapshot(self.step, view, micro_batches, "reference")
@@ -347,7 +346,7 @@ class Probe:
                 )
             )
             self._learn(view)
-        self._wished_step = view.late_step
+        self._wish = view.wish
         self._ring.append(_KeptStep(self.step, view, micro_batches))
         self._metrics_before.append(view.metrics)
         self.step += 1
@@ -399,9 +398,16 @@ class Probe:
         view: CommonView,
         micro_batches: tuple[MicroBatch, ...],
         weights: Literal["before-update", "after-update", "reference"],
+        asked_step: int | None = None,
     ) -> None:
         assert self._writer is not None
-        part = Order(step, host_batch(micro_batches), self._grad_factor, is_reference=weights == "reference")
+        part = Order(
+            step,
+            host_batch(micro_batches),
+            self._grad_factor,
+            is_reference=weights == "reference",
+            asked_step=asked_step,
+        )
         if self.rank != 0 and not self._sharded:
             self._writer.write(part)
             return
@@ -453,11 +459,26 @@ class Probe:
         )
         self._rules = rules.learn(self._rules, observation, rules.judge(self._rules, observation))
 
-    def _take_wish(self) -> int | None:
+    def _take_wish(self) -> tuple[int, bool] | None:
         if self._publisher is None:
             return None
-        wish, self._publisher.requested_step = self._publisher.requested_step, None
-        return wish
+        wish, self._publisher.wish = self._publisher.wish, None
+        return None if wish is None else (wish.step, wish.or_newest)
+
+    def _kept_for_wish(self) -> _KeptStep | None:
+        """The step of the ring that answers the wish: itself, or where it is gone and any will do the newest."""
+        if self._wish is None or not self._ring:
+            return None
+        step, or_newest = self._wish
+        if or_newest and step < self._ring[0].step:
+            return self._ring[-1]
+        return next((one for one in self._ring if one.step == step), None)
+
+    def _keep_late(self, step: int) -> None:
+        assert self._wish is not None
+        kept = next(one for one in self._ring if one.step == step)
+        asked = None if self._wish[0] == step else self._wish[0]
+        self._take_snapshot(step, kept.view, kept.micro_batches, "after-update", asked)
 
     # --- fallbacks ------------------------------------------------------------------------------
 

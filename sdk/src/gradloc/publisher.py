@@ -22,7 +22,7 @@ _log = logging.getLogger("gradloc")
 
 
 class Publisher:
-    """Publishes one run's messages; `limits` and `requested_step` are what came back."""
+    """Publishes one run's messages; `limits` and `wish` are what came back."""
 
     def __init__(self, bus: Bus, run_id: str, *, queue_length_max: int = QUEUE_LENGTH_MAX) -> None:
         self._bus = bus
@@ -36,7 +36,7 @@ class Publisher:
         self._down = False
         self.num_dropped = 0
         self.limits: Limits | None = None
-        self.requested_step: int | None = None
+        self.wish: SnapshotRequested | None = None
         self._thread = threading.Thread(target=self._run, name="gradloc-publisher", daemon=True)
         self._thread.start()
 
@@ -133,7 +133,7 @@ class Publisher:
             self._control_cursor = entry.id
             message = _readable(entry.data)
             if isinstance(message, SnapshotRequested):
-                self.requested_step = message.step
+                self.wish = message
 
 
 def _readable(data: bytes) -> Message | None:

@@ -28,6 +28,7 @@ class Order:
     """One snapshot to write. `manifest` and `weights` are rank 0's; other ranks write only their part.
 
     is_reference: a healthy step, outside the quota; a spike need not wait for it (and holds a second copy meanwhile).
+    asked_step: the step that was wished for, where this is another.
     """
 
     step: int
@@ -37,6 +38,7 @@ class Order:
     weights: dict[str, torch.Tensor] | None = None
     tokenizer_json: str | None = None
     is_reference: bool = False
+    asked_step: int | None = None
 
 
 class SnapshotWriter:
@@ -125,6 +127,7 @@ class SnapshotWriter:
                 num_bytes=manifest.num_bytes,
                 manifest_sha256=written.sha256,
                 weights=manifest.weights,
+                asked_step=order.asked_step,
             )
         )
 

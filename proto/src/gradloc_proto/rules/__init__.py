@@ -31,7 +31,12 @@ from gradloc_proto.rules.judgement import (
     learn,
     limits_of,
 )
-from gradloc_proto.rules.kinds import RULES_OF_THE_RUN, is_about_gradient
+from gradloc_proto.rules.kinds import (
+    RULES_OF_EVERY_BATCH,
+    RULES_OF_THE_RUN,
+    is_about_gradient,
+    shows_in_later_batches,
+)
 from gradloc_proto.rules.observation import Observation, observation_of
 from gradloc_proto.rules.stretch import Lesson, Renewal, Stretch, has_settled, learn_stretch, limits_in_time
 from gradloc_proto.rules.thresholds import LEVEL_FACTOR, Level, segment_limit, smallest_detectable
@@ -39,6 +44,7 @@ from gradloc_proto.rules.thresholds import LEVEL_FACTOR, Level, segment_limit, s
 __all__ = [
     "DEFAULT_SENSITIVITY",
     "LEVEL_FACTOR",
+    "RULES_OF_EVERY_BATCH",
     "RULES_OF_THE_RUN",
     "Lesson",
     "Level",
@@ -59,5 +65,6 @@ __all__ = [
     "load_state",
     "observation_of",
     "segment_limit",
+    "shows_in_later_batches",
     "smallest_detectable",
 ]

@@ -46,13 +46,14 @@ def snapshot_committed(book: Book, message: SnapshotCommitted) -> Step:
         return book, (Rejection(f"snapshot of step {message.step}: {fault}"),)
     if message.weights == "reference":
         return _with_reference(book, message), ()
+    step = message.step if message.asked_step is None else message.asked_step
     for incident in book.incidents:
         for spike in incident.spikes:
-            if (incident.attempt, spike.step) == (message.attempt, message.step):
+            if (incident.attempt, spike.step) == (message.attempt, step):
                 if spike.path is not None:
                     return book, ()
                 return _advanced(_with_spike(book, incident, spike.model_copy(update={"path": message.path})))
-    early = EarlySnapshot(attempt=message.attempt, step=message.step, path=message.path)
+    early = EarlySnapshot(attempt=message.attempt, step=step, path=message.path)
     if early in book.early_snapshots:
         return book, ()
     kept = (*book.early_snapshots, early)[-SNAPSHOTS_KEPT_MAX:]

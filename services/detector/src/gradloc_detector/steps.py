@@ -33,7 +33,7 @@ def observed(state: DetectorState, message: StepObserved, policy: Policy) -> tup
         book, more = incidents.struck(book, spike, policy, score=spike.flags[0].score, is_alert=bool(streak_flags))
         if rules.is_about_gradient(own) and message.decision == "go" and not book.ended:
             # The trainer let it pass (no limits yet, or old ones): ask for what its ring still holds.
-            more = (*more, Emit("control", _request(book, message.step)))
+            more = (*more, Emit("control", _request(book, message.step, rules.shows_in_later_batches(own))))
     else:
         book, more = incidents.calmed(book, policy)
     effects += more
@@ -130,8 +130,10 @@ def _spike(book: Book, message: StepObserved, flags: tuple[Flag, ...], limits: L
     )
 
 
-def _request(book: Book, step: int) -> SnapshotRequested:
-    return SnapshotRequested(run_id=book.run_id, attempt=book.attempt, ts=book.last_ts, step=step, by="detector")
+def _request(book: Book, step: int, or_newest: bool) -> SnapshotRequested:
+    return SnapshotRequested(
+        run_id=book.run_id, attempt=book.attempt, ts=book.last_ts, step=step, by="detector", or_newest=or_newest
+    )
 
 
 def published(book: Book, state: rules.RunState, step: int, policy: Policy) -> tuple[Book, Effects]:

@@ -239,7 +239,7 @@ def fix_text(finding: Finding, limit: float | None) -> tuple[str, tuple[Piece, .
 def _culprit_lines(finding: Finding) -> list[Line]:
     verdict = finding.verdict
     if verdict in _WITHOUT_PLACE or not finding.culprits:
-        return [Line("Verdict", (Piece(_verdict_sentence(finding)),))]
+        return [Line("Verdict", (Piece(_verdict_sentence(finding)),)), *_approximate(finding)]
     told = finding.culprits[:CULPRITS_TOLD_MAX]
     lines = []
     if len(finding.culprits) > 1:
@@ -253,7 +253,13 @@ def _culprit_lines(finding: Finding) -> list[Line]:
         lines.append(Line("", (Piece(f"and {len(finding.culprits) - len(told):,} more on the incident's page"),)))
     if verdict in ("layer", "mask", "non-finite"):
         lines.append(Line("Verdict", (Piece(_verdict_sentence(finding)),)))
-    return lines
+    return lines + _approximate(finding)
+
+
+def _approximate(finding: Finding) -> list[Line]:
+    if not finding.approximate:
+        return []
+    return [Line("Approximate", (Piece(f"batch of step {finding.step:,}, weights of after its update"),))]
 
 
 def _place_of(culprit: Culprit, *, whole_sequence: bool) -> tuple[Piece, ...]:

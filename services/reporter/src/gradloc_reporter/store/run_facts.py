@@ -117,6 +117,8 @@ def snapshot_told(session: Session, message: SnapshotCommitted | SnapshotFailed)
     }
     if isinstance(message, SnapshotCommitted):
         values |= {"path": message.path, "num_bytes": message.num_bytes, "weights": message.weights}
+        if message.asked_step is not None:  # it is that spike's, though of a later step
+            values["step"] = message.asked_step
     else:
         values |= {"failure": message.reason}
     insert_new(session, SnapshotRow, [values])
