@@ -6,8 +6,11 @@ import pytest
 import torch
 
 from gradloc import whatif
+from gradloc.clipping import LayerClip, SeqClip, TokenClip
+from gradloc.clipping.applied import AppliedRemedies
+from gradloc.layers import block_of, layer_key
 from gradloc.policy import place
-from gradloc.replay import coefficients_of
+from gradloc.replay import coefficients_of, gradient_of, replay
 from gradloc.snapshot import MicroBatch
 
 
@@ -27,50 +30,160 @@ def batches(ratio, coefficient=None, advantage=None, mask=None):
     return place([([batch], 0.5)])
 
 
-def test_token_clip_clips_the_ratio_inside_the_coefficient():
-    placed = batches([1.0, 2e5, 0.01, 5.0])
-    (changed,) = whatif.token_clip(placed, coefficients_of(placed), 0.5, 5.0)
-    assert changed.tolist()[0] == pytest.approx([0.5, 2.5, 0.25, 2.5])
+def under(change, placed):
+    return change.apply(placed, coefficients_of(placed))
+
+
+def test_token_clip_leaves_out_tokens_outside_its_bounds():
+    (changed,) = under(whatif.token_clip(), batches([1.0, 2e5, 0.01, 4.9]))
+    assert changed.tolist()[0] == pytest.approx([0.5, 0.0, 0.0, 2.45])
+
+
+def test_token_clip_may_lower_the_weight_of_those_above_instead():
+    change = whatif.token_clip(0.5, 5.0, "clip")
+    assert change.name == "TokenClip [0.5, 5], clip"
+    (changed,) = under(change, batches([1.0, 2e5, 0.01, 5.0]))
+    assert changed.tolist()[0] == pytest.approx([0.5, 2.5, 0.005, 2.5])
 
 
 @pytest.mark.parametrize("coefficient", [math.inf, math.nan])
 def test_a_ratio_beyond_floats_loses_its_token(coefficient):
-    placed = batches([1.0, math.inf], coefficient=[1.0, coefficient])
-    (changed,) = whatif.token_clip(placed, coefficients_of(placed), 0.5, 5.0)
+    (changed,) = under(whatif.token_clip(), batches([1.0, math.inf], coefficient=[1.0, coefficient]))
     assert changed.tolist() == [[0.5, 0.0]]
 
 
 def test_sequence_clip_drops_rows_whose_tokens_add_up():
-    placed = (*batches([1.012] * 100), *batches([1.001] * 100))
-    dropped, kept = whatif.sequence_clip(placed, coefficients_of(placed), 0.5, 2.0)
+    placed = (*batches([1.3] * 100), *batches([1.1] * 100))
+    dropped, kept = under(whatif.seq_clip(), placed)
     assert float(dropped.abs().max()) == 0.0
     assert torch.equal(kept, coefficients_of(placed)[1])
 
 
 def test_masked_tokens_do_not_count_in_the_sequence():
     placed = batches([1.0, 50.0, math.nan], coefficient=[1.0, 0.0, 0.0], mask=[True, False, False])
-    (kept,) = whatif.sequence_clip(placed, coefficients_of(placed), 0.5, 2.0)
+    (kept,) = under(whatif.seq_clip(), placed)
     assert kept.tolist() == [[0.5, 0.0, 0.0]]
 
 
 def test_advantage_clip_scales_with_the_advantage():
     placed = batches([1.0, 1.0, 1.0], advantage=[1.0, -50.0, 0.0])
-    (changed,) = whatif.advantage_clip(placed, coefficients_of(placed), 5.0)
+    (changed,) = under(whatif.advantage_clip(5.0), placed)
     assert changed.tolist()[0] == pytest.approx([0.5, 0.05, 0.5])
 
 
-@pytest.mark.parametrize("remedy", [whatif.token_clip, whatif.sequence_clip])
+@pytest.mark.parametrize("remedy", [whatif.token_clip, whatif.seq_clip])
 def test_without_rollout_logps_a_ratio_cannot_be_clipped(remedy):
     batch = MicroBatch(
         torch.zeros(1, 2, dtype=torch.int64), torch.ones(1, 1).bool(), torch.zeros(1, 1), torch.ones(1, 1)
     )
     placed = place([([batch], 1.0)])
-    assert remedy(placed, coefficients_of(placed), 0.5, 2.0) is None
-    assert whatif.advantage_clip(placed, coefficients_of(placed), 5.0) is None
+    assert under(remedy(), placed) is None
+    assert under(whatif.advantage_clip(), placed) is None
 
 
-def test_layer_clip_clips_each_layer_to_its_own_limit():
-    assert whatif.layer_clip_norm({"a": 300.0, "b": 3.0, "c": 4.0}, {"a": 12.0, "b": 30.0}) == pytest.approx(13.0)
+def gradient(**values):
+    return gradient_of({name.replace("_", "."): torch.tensor([value]) for name, value in values.items()})
+
+
+def test_layer_clip_brings_what_explodes_below_its_healthy_norm_and_leaves_the_rest():
+    change = whatif.layer_clip({"layers.0.mlp": 3.0, "layers.0.norm": 4.0, "head": 1.0, "other": 0.0})
+    found = change.apply(gradient(layers_0_mlp=300.0, layers_0_norm=400.0, x_head=5.9, unknown=7.0))
+    # power 2: a block at 100 times its healthy norm keeps a hundredth of that
+    assert found.layer_norms["layers.0.mlp"] == pytest.approx(0.03)
+    assert found.layer_norms["layers.0.norm"] == pytest.approx(0.04)
+    assert (found.layer_norms["head"], found.layer_norms["other"]) == pytest.approx((5.9, 7.0))
+
+
+def test_a_layer_that_is_not_finite_gets_no_gradient():
+    change = whatif.layer_clip({"layers.0.mlp": 3.0})
+    found = change.apply(gradient(layers_0_mlp=math.nan, layers_1_mlp=2.0))
+    assert found.norm == 2.0
+
+
+@pytest.mark.parametrize(("max_norm", "expected"), [(1.0, 1.0), (50.0, 5.0), (5.0, 5.0)])
+def test_the_norm_is_clipped_to_its_limit_and_never_raised(max_norm, expected):
+    found = whatif.norm_clip(max_norm).apply(gradient(layers_0_mlp=3.0, layers_1_mlp=4.0))
+    assert found.norm == pytest.approx(expected)
+
+
+def test_a_norm_that_is_not_finite_stays_so_under_norm_clipping():
+    assert math.isnan(whatif.norm_clip(1.0).apply(gradient(layers_0_mlp=math.nan)).norm)
+
+
+def test_cosines_are_of_directions_and_unknown_where_there_is_none():
+    one, other = gradient(a=3.0, b=4.0), gradient(a=4.0, b=-3.0)
+    assert whatif.cosine(one, one) == pytest.approx(1.0)
+    assert whatif.cosine(one, other) == pytest.approx(0.0)
+    assert whatif.cosine(one, None) is None
+    assert whatif.cosine(one, gradient(a=0.0, b=0.0)) is None
+    assert whatif.cosine(gradient(a=math.inf, b=1.0), one) is None
+
+
+class TestForetold:
+    """What is foretold is what a real step with the remedy gives: `watch(remedies=...)` on the same step."""
+
+    def real(self, trainer, remedy, fault, healthy=None):
+        """Norm of a real step of a loop that switched the remedy on."""
+        step = trainer.faulty(trainer.model(), fault)
+        model, factor = step.model, step.grad_factor
+        applied = AppliedRemedies([remedy], model, model)
+        if healthy is not None:
+            remedy.load_state_dict(history_of(remedy, healthy))
+        model.zero_grad()
+        for placed in step.placed:
+            batch = placed.batch
+            logp_BR = step.policy().log_probs(batch, to_the_end=True)
+            applied.before_backward(logp_BR, batch.mask_BR, batch.rollout_logp_BR)
+            (batch.coefficient_BR * factor * logp_BR).sum().backward()
+        squares = {}
+        for name, parameter in model.named_parameters():
+            key = layer_key(name)
+            squares[key] = squares.get(key, 0.0) + float(parameter.grad.double().square().sum())
+        applied.after_agreement({key: math.sqrt(square) for key, square in squares.items()})
+        total = sum(float(p.grad.double().square().sum()) for p in model.parameters() if p.grad is not None)
+        model.zero_grad()
+        return math.sqrt(total)
+
+    def foretold(self, trainer, change, fault):
+        step = trainer.faulty(trainer.model(), fault)
+        policy, coefficients = step.policy(), coefficients_of(step.placed)
+
+        def replayed(others):
+            return replay(policy, step.placed, others).gradient
+
+        return whatif.foretell(change, step.placed, coefficients, replayed(coefficients), replayed)
+
+    @pytest.mark.parametrize("mode", ["mask", "clip"])
+    def test_token_clip(self, trainer, mode):
+        fault = trainer.stale(9.0)
+        told = self.foretold(trainer, whatif.token_clip(mode=mode), fault)
+        assert told.norm == pytest.approx(self.real(trainer, TokenClip(mode=mode), fault), rel=1e-3)
+        assert told.norm < 0.2 * self.foretold(trainer, whatif.norm_clip(1e30), fault).norm
+        assert told.num_changed == 1
+
+    def test_seq_clip(self, trainer):
+        fault = trainer.stale(9.0)
+        told = self.foretold(trainer, whatif.seq_clip(), fault)
+        assert told.norm == pytest.approx(self.real(trainer, SeqClip(), fault), rel=1e-3)
+
+    def test_layer_clip(self, trainer):
+        healthy = trainer.faulty(trainer.model(), None).layer_norms
+        fault = trainer.stale(9.0)
+        told = self.foretold(trainer, whatif.layer_clip(healthy), fault)
+        assert told.norm == pytest.approx(self.real(trainer, LayerClip(), fault, healthy), rel=1e-3)
+
+
+def history_of(remedy, healthy):
+    """State of a LayerClip that saw steps just as healthy, with a largest that does not raise the limit."""
+    squares = {}
+    for key, norm in healthy.items():
+        squares[block_of(key)] = squares.get(block_of(key), 0.0) + norm**2
+    state = remedy.state_dict()
+    window = remedy.settings.window
+    return state | {
+        "accepted": [[math.sqrt(squares[name])] * window for name in state["names"]],
+        "num_accepted": [window] * len(state["names"]),
+    }
 
 
 def test_rows_without_anything_before_their_first_logp_are_refused():

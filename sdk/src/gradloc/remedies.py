@@ -6,13 +6,12 @@ Knows which remedy fits which cause; what remedies do is in whatif.py.
 import math
 from collections.abc import Mapping, Sequence
 
-from torch import Tensor
-
 from gradloc import whatif
 from gradloc.culprits import CulpritSet, Scene
+from gradloc.replay import Gradient
+from gradloc.whatif import Change, WhatIf
 from gradloc_proto.messages import Cause, Fix
 
-LAYER_CLIP_OVER_HEALTHY = 2.0  # LayerClip follows each layer's own history
 NUM_TRIED_MAX = 2  # each costs a replay
 
 
@@ -40,35 +39,39 @@ def fix_for(
 def _fix_of(
     cause: str, scene: Scene, healthy_layer_norms: Mapping[str, float], limit: float, found: CulpritSet | None
 ) -> Fix | None:
-    if cause == "layer-heterogeneity":
-        healthy = healthy_layer_norms or (found.without.layer_norms if found is not None else {})
-        if not healthy:
-            return None
-        limits = {key: LAYER_CLIP_OVER_HEALTHY * norm for key, norm in healthy.items()}
-        norm = whatif.layer_clip_norm(scene.gradient.layer_norms, limits)
-        return Fix(name=f"LayerClip {LAYER_CLIP_OVER_HEALTHY:g} x healthy", norm_after=norm, holds=norm <= limit)
     if cause == "unnormalised-loss":
         # The gradient is linear in the loss: nothing has to be replayed.
         num_tokens = sum(int(placed.batch.mask_BR.sum()) for placed in scene.batches)
         norm = scene.gradient.norm / max(1, num_tokens)
         return Fix(name=f"divide the loss by its {num_tokens:,} tokens", norm_after=norm, holds=norm <= limit)
-    changed: list[Tensor] | None = None
-    name = ""
-    if cause == "token-mismatch":
-        low, high = whatif.TOKEN_CLIP
-        name = f"TokenClip [{low:g}, {high:g}]"
-        changed = whatif.token_clip(scene.batches, scene.coefficients, low, high)
-    elif cause == "sequence-mismatch":
-        low, high = whatif.SEQUENCE_CLIP
-        name = f"SeqClip [{low:g}, {high:g}]"
-        changed = whatif.sequence_clip(scene.batches, scene.coefficients, low, high)
-    elif cause == "advantage-outlier":
-        name = f"AdvantageClip {whatif.ADVANTAGE_CLIP:g}"
-        changed = whatif.advantage_clip(scene.batches, scene.coefficients, whatif.ADVANTAGE_CLIP)
-    elif cause == "mask-fault":
-        name = "zero the coefficients outside the mask"
-        changed = whatif.inside_mask(scene.batches, scene.coefficients)
-    if changed is None:
+    change = _change_for(cause, healthy_layer_norms or ({} if found is None else found.without.layer_norms))
+    if change is None:
         return None
-    norm = scene.under(changed).gradient.norm
-    return Fix(name=name, norm_after=norm, holds=math.isfinite(norm) and norm <= limit)
+    told = foretell(scene, change)
+    if told is None:
+        return None
+    return Fix(name=told.name, norm_after=told.norm, holds=math.isfinite(told.norm) and told.norm <= limit)
+
+
+def _change_for(cause: str, healthy_layer_norms: Mapping[str, float]) -> Change | None:
+    if cause == "layer-heterogeneity":
+        return whatif.layer_clip(healthy_layer_norms) if healthy_layer_norms else None
+    changes: dict[str, Change] = {
+        "token-mismatch": whatif.token_clip(),
+        "sequence-mismatch": whatif.seq_clip(),
+        "advantage-outlier": whatif.advantage_clip(),
+        "mask-fault": whatif.inside_mask(),
+    }
+    return changes.get(cause)
+
+
+def foretell(scene: Scene, change: Change, healthy: Gradient | None = None) -> WhatIf | None:
+    """The scene's step under a change; see `whatif.foretell`."""
+    return whatif.foretell(
+        change,
+        scene.batches,
+        scene.coefficients,
+        scene.gradient,
+        lambda coefficients: scene.under(coefficients).gradient,
+        healthy,
+    )

@@ -51,7 +51,7 @@ def localize(
     """Explain the step in SNAPSHOT (a folder or URL such as STORE/RUN/ATTEMPT/STEP): which tokens made its
     gradient norm, with proof, cause and fix."""
     try:
-        with _progress(quiet=as_json) as on_progress:
+        with progress_bar(quiet=as_json) as on_progress:
             # torch takes a second that `gradloc localize --help` should not wait for.
             from gradloc_localizer.driver import Options, explain
 
@@ -75,7 +75,8 @@ def localize(
 
 
 @contextlib.contextmanager
-def _progress(*, quiet: bool) -> Iterator[Callable[[str, float], None]]:
+def progress_bar(*, quiet: bool) -> Iterator[Callable[[str, float], None]]:
+    """A bar on a terminal, nothing elsewhere."""
     console = Console(stderr=True)
     if quiet or not console.is_terminal:
         yield lambda _stage, _fraction: None

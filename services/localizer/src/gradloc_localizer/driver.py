@@ -46,8 +46,8 @@ def explain(
     on_progress("opening", 0.0)
     snapshot = open_snapshot(url)
     manifest = snapshot.manifest
-    policy, batches = _rebuilt(snapshot, options, lambda: on_progress("rebuilding", 0.05))
-    facts = _facts(manifest, options.limit)
+    policy, batches = rebuilt(snapshot, options, lambda: on_progress("rebuilding", 0.05))
+    facts = facts_of(manifest, options.limit)
 
     def healthy_error() -> float | None:
         return None if options.reference is None else _healthy_error(options.reference, manifest, options)
@@ -65,7 +65,7 @@ def explain(
     return manifest, finding
 
 
-def _rebuilt(
+def rebuilt(
     snapshot: Snapshot, options: Options, on_open: Callable[[], None] = lambda: None
 ) -> tuple[Policy, tuple[PlacedBatch, ...]]:
     """A snapshot's step, ready to replay."""
@@ -83,7 +83,7 @@ def _rebuilt(
     return Policy(model, meter, autocast_dtype=autocast), batches
 
 
-def _facts(manifest: Manifest, limit: float | None = None) -> StepFacts:
+def facts_of(manifest: Manifest, limit: float | None = None) -> StepFacts:
     return StepFacts(
         step=manifest.step,
         grad_norm=manifest.grad_norm,
@@ -105,12 +105,12 @@ def _healthy_error(url: str, spiked: Manifest, options: Options) -> float | None
         manifest = snapshot.manifest
         if (manifest.run_id, manifest.weights) != (spiked.run_id, "reference"):
             raise SnapshotRejected(f"{url} is not a healthy step of run {spiked.run_id}")
-        policy, batches = _rebuilt(snapshot, options)
+        policy, batches = rebuilt(snapshot, options)
     except (ValueError, OSError) as error:
         _log.warning("the healthy reference is not used: %s", str(error).split("\n", maxsplit=1)[0][:300])
         return None
     gradient = replay(policy, batches, coefficients_of(batches)).gradient
-    return healthy_error_of(fidelity_of(_facts(manifest), gradient, policy.grid))
+    return healthy_error_of(fidelity_of(facts_of(manifest), gradient, policy.grid))
 
 
 def _device(name: str) -> str:

@@ -51,8 +51,8 @@ def perform(job: Job, bus: Bus) -> int:
         incident_id=job.incident_id,
         localization_attempt=job.localization_attempt,
     )
-    findings.started(job.step, job.snapshot)
     try:
+        findings.started(job.step, job.snapshot)  # inside: the pool may ask to stop as soon as it is told
         finding = _localize(job, findings)
         findings.finished(finding)
     except BusUnavailable:
