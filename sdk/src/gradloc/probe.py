@@ -103,6 +103,8 @@ class Probe:
 
     stall_s: seconds the training loop waited because of us. num_events_dropped: messages lost. finding: what
     inline mode found at the last spike that it explained, the same on every rank; findings: the last of them.
+    last_step: what was measured and judged last, a spike or not. autocast_dtype: what forward passes compute in,
+    where `tokens` was called inside an autocast region; whoever knows better may set it.
     """
 
     def __init__(
@@ -133,6 +135,8 @@ class Probe:
         self.attempt = attempt
         self.stall_s = 0.0
         self.step = first_step
+        self.last_step: SpikedStep | None = None
+        self.autocast_dtype: torch.dtype | None = None
         self._module = unwrapped(model)
         self._optimizer = optimizer
         self._record = ModelRecord.of(self._module, model_factory)
@@ -214,6 +218,8 @@ class Probe:
         attention_mask and position_ids [B, T] as the model got them; temperature: what logits were divided by;
         entropy [B, R]: of the whole vocabulary, as the loss uses it, where it has an entropy term.
         """
+        if torch.is_autocast_enabled(logp.device.type):
+            self.autocast_dtype = torch.get_autocast_dtype(logp.device.type)
         try:
             # First, so that the capture sees the coefficients that the step really uses.
             self._remedies.before_backward(logp, mask, rollout_logp)
@@ -346,6 +352,7 @@ class Probe:
                 )
             )
             self._learn(view)
+        self.last_step = SpikedStep(self.step, view.norm, view.layer_norms, view.limits, hit)
         self._wish = view.wish
         self._ring.append(_KeptStep(self.step, view, micro_batches))
         self._metrics_before.append(view.metrics)
@@ -436,6 +443,7 @@ class Probe:
             tied_weights=tied,
             parameter_dtype=self._record.parameter_dtype,
             attention=self._record.attention,
+            autocast_dtype=None if self.autocast_dtype is None else str(self.autocast_dtype).removeprefix("torch."),
             training_mode=self._module.training,
             versions={"gradloc": __version__, "torch": torch.__version__},
             parts=(),
