@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from transformers import TrainerCallback
 
-from gradloc.integrations.from_logits import CoefficientsFromLogits
+from gradloc.integrations.from_logits import CoefficientsFromLogits, standing_in
 from gradloc.integrations.tracking import Tracking
 from gradloc.model_record import tokenizer_json_of, unwrapped
 from gradloc.probe import Probe, watch
@@ -194,9 +194,13 @@ class Attachment:
                         "virtual tokens of prompt learning are not supported"
                     )
                 facts = self.row_facts(self._inputs, logp_BR, mask_BR)
-                self._tokens(logp_BR, ids_BT, facts.pop("mask", mask_BR), **known, **facts, entropy=entropy_BR)
+                if isinstance(entropy_BR, Tensor) and entropy_BR.requires_grad:
+                    facts["entropy"] = standing_in(entropy_BR, mask_BR)
+                logp_BR = standing_in(logp_BR, mask_BR)
+                self._tokens(logp_BR, ids_BT, facts.pop("mask", mask_BR), **known, **facts)
             elif getattr(output, "logits", None) is not None:
-                capture = CoefficientsFromLogits(output.logits, labels_BT, mask_BR)
+                changes = bool(self._arguments.get("remedies"))
+                capture = CoefficientsFromLogits(output.logits, labels_BT, mask_BR, changes=changes)
                 facts = self.row_facts(self._inputs, capture.logp_BR, mask_BR)
                 self._tokens(capture.logp_BR, ids_BT, facts.pop("mask", mask_BR), **known, **facts)
             else:
