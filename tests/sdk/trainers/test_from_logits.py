@@ -1,4 +1,4 @@
-"""Coefficients from the gradient at the logits: those of a hook on log-probabilities, also where a remedy changes them."""
+"""Coefficients from the gradient at the logits: what a hook on log-probabilities would see, remedies included."""
 
 import pytest
 import torch
