@@ -1,5 +1,6 @@
 """A planted cause is found, proved and named, by both strategies; a healthy or diffuse step blames nobody."""
 
+import dataclasses
 import math
 
 import pytest
@@ -222,15 +223,46 @@ def scaled(factor, *, rank, micro_batch=None):
 def test_rows_of_one_micro_batch_are_said_to_be_so(trainer):
     step = trainer.faulty(trainer.model(), scaled(40.0, rank=1, micro_batch=1), num_micro_batches=3)
     finding = explained(step)
-    assert finding.verdict in ("sequence", "batch-wide")
+    assert finding.verdict == "micro-batch"
     assert "rank 1 micro-batch 1" in finding.summary
+    assert finding.certificate.holds
 
 
 def test_a_rank_that_holds_the_norm_is_named_although_no_few_rows_do(trainer):
     step = trainer.faulty(trainer.model(), scaled(40.0, rank=1))
     finding = explained(step)
-    assert finding.verdict == "batch-wide"
+    assert finding.verdict == "rank"
     assert "rank 1 holds" in finding.summary
+    assert finding.certificate.holds
+    assert finding.certificate.norm_without <= step.limit
+
+
+@pytest.mark.parametrize("kind", ["group", "data-source"])
+def test_rows_of_one_prompt_and_of_one_source_are_named_after_it(trainer, kind):
+    """Three rows of three micro-batches that share a prompt, or whose uids begin alike."""
+    where = [(0, 0, 1), (0, 1, 2), (1, 0, 3)]
+
+    def change(inputs):
+        for rank, number, row in where:
+            inputs[rank][number]["advantage"][row] *= 30.0
+            if kind == "group":
+                for name in ("ids", "attention", "positions"):
+                    inputs[rank][number][name][row, :6] = inputs[0][0][name][1, :6]
+
+    step = trainer.faulty(trainer.model(), change)
+    if kind == "data-source":
+        for rank, batches in enumerate(step.ranks):
+            named = [
+                tuple(f"{'web' if (rank, number, row) in where else 'math'}/{row}" for row in range(4))
+                for number in range(len(batches))
+            ]
+            step.ranks[rank] = tuple(
+                dataclasses.replace(batch, uids=uids) for batch, uids in zip(batches, named, strict=True)
+            )
+    finding = explained(step)
+    assert finding.verdict == kind
+    assert {(one.rank, one.micro_batch, one.sequence) for one in finding.culprits} == set(where)
+    assert finding.certificate.holds
 
 
 def test_a_healthy_step_has_no_holder(trainer):

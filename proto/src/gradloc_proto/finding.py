@@ -36,6 +36,8 @@ class Certificate(Part):
     num_culprits: Count
     num_tokens_lower_bound: Count | None = None
     minimal: bool = False
+    # Where the culprits leave the loss (their ratios with them) instead of being masked in its gradient.
+    norm_without_relossed: float | None = None
 
 
 class Fidelity(Part):
@@ -107,6 +109,8 @@ class Finding(Part):
     step: Count
     summary: ShortText
     culprits: tuple[Culprit, ...] = ()
+    # Tokens whose ratio made the coefficients of others large: the cause, where culprits are the contributors.
+    origins: tuple[Culprit, ...] = ()
     share: float | None = None
     checksum: float | None = None
     rest_share: float | None = None

@@ -3,25 +3,22 @@
     share_i = c_i <grad logp_i, g> / ||g||^2  ~=  c_i [logp_i(theta + eps v) - logp_i(theta - eps v)] / (2 eps ||g||)
 
 with v = g / ||g||; the shares of all tokens sum to one, which is the built-in checksum. eps adapts
-to the gradient: usable values spanned five decades between measured cases (docs/algorithm.md). Where
-no eps passes the checksum, forward-mode differentiation gives the same derivative without one.
-Knows no limit and no culprit. Shapes: B rows, R positions with a logp.
+to the gradient, row by row: usable values spanned five decades between measured cases (docs/algorithm.md).
+The pass at -eps is for the rows whose bend matters; where the sum is still not one, forward-mode differentiation
+gives the same derivative without any eps, for the rows that bend most.
+Knows no limit and no culprit. Shapes: B rows, R positions with a logp, N of them with a coefficient.
 """
 
 import math
-import warnings
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from gradloc.perturbation import Perturbation
-from gradloc.policy import PlacedBatch, Policy, active_part
+from gradloc.policy import PlacedBatch, Policy
 from gradloc.replay import Gradient
+from gradloc.row_probe import Row, RowProbe
 
 # Wanted change of the leading token's logp, and |sum - 1| that counts as numerically sound.
 # A central difference is wrong by about tau^2 / 6 and by rho / tau of rounding, rho = 1e-6 for a logp in float32:
@@ -34,14 +31,19 @@ TAU_MIN_FACTOR = {torch.float32: 0.1, torch.float64: 0.1}
 TAU_MIN_FACTOR_LOW_PRECISION = 0.25
 CHECKSUM_TOLERANCE = {torch.float32: 0.005, torch.float64: 0.005}
 CHECKSUM_TOLERANCE_LOW_PRECISION = 0.15
-NUM_RESCALES_MAX = 6  # each moves eps by at most 100x: twelve decades in all
-NUM_RETRIES_MAX = 2  # after a bad checksum, before exact derivatives
+# Aimed at; what is further off is looked at again where that can help.
+CHECKSUM_AIM = {torch.float32: 0.001, torch.float64: 0.001}
 ONE_SIDED_TOLERANCE = 0.05  # of a difference to one side: it locates, exact verification follows
-BENT = 0.2  # |sum - 1| of a difference to one side: logp bends, and a second forward pass would be wasted
-NUM_STRAIGHTENED_MAX = 2  # each moves eps by STRAIGHTER; a real rest would never straighten
-STRAIGHTER = 0.1
-CURVATURE_WANTED = 0.03  # its square is about the error of a central difference
-NONLINEAR = 0.1  # curvature against slope of the leading token: above it eps is too large
+ONE_SIDED_TOLERANCE_LOW_PRECISION = 0.3
+NUM_SCOUTED_MAX = 3  # forward passes of one row, to find eps before the whole batch is moved
+NUM_ROWS_SCOUTED_MIN = 4  # with fewer rows one of them costs too much
+NUM_RESCALES_MAX = 6  # of rows that moved too far; each moves eps by at most 100x: twelve decades in all
+BEND_LEFT = 2.5e-4  # of the squared norm: what rows without a pass at -eps may be wrong by together
+WILD = 2.5e-3  # of the squared norm: a row that moved too far and may be wrong by more is moved again
+CURVATURE_WANTED = 0.03  # second difference over first; its square is about the error of a central difference
+NONLINEAR = 0.1  # above it eps is too large, below it rounding is to blame
+NUM_RETRIES_MAX = 2  # at another eps, where an operation has no forward-mode derivative
+_ENDLESS = 1e30  # stands for what is not finite in sums
 
 
 @dataclass(frozen=True)
@@ -64,15 +66,6 @@ class Attribution:
         return abs(self.checksum - 1.0) <= self.tolerance * max(1.0, largest) + self.slack
 
 
-@dataclass(frozen=True)
-class _Step:
-    """What one value of eps gave."""
-
-    eps: float
-    plus: list[Tensor]
-    minus: list[Tensor]
-
-
 def attribute(
     policy: Policy,
     batches: Sequence[PlacedBatch],
@@ -92,22 +85,22 @@ def attribute(
     """
     if not math.isfinite(gradient.norm) or gradient.norm == 0.0:
         raise ValueError(f"shares of a gradient of norm {gradient.norm} have no meaning; expected a finite one above 0")
-    prober = _Prober(policy, batches, coefficients, gradient, logp, slack)
-    full_precision = policy.grid in TAU
-    best = prober.measure(prober.first_eps(), one_sided=one_sided and full_precision)
-    if one_sided and not best.is_sound:
-        best = prober.measure(best.eps)
-    if full_precision and not best.is_sound:
-        # Routing that flips or a logp that bends: another eps may cost more than derivatives that need none.
-        best = prober.better(best)
-    for _ in range(NUM_RETRIES_MAX):
-        if best.is_sound:
-            return best
-        retry = prober.retry()
-        if retry is None:
-            break
-        best = min(best, retry, key=lambda found: abs(found.checksum - 1.0))
-    return best if best.is_sound else prober.better(best)
+    return _Prober(policy, batches, coefficients, gradient, logp, one_sided=one_sided, slack=slack).found()
+
+
+def attribute_exactly(
+    policy: Policy, batches: Sequence[PlacedBatch], coefficients: Sequence[Tensor], gradient: Gradient, *, slack: float
+) -> Attribution | None:
+    """Shares by forward-mode differentiation alone; None where an operation of the model has no such mode."""
+    derivatives = (probe := RowProbe(policy, batches, coefficients, gradient)).derivatives(probe.rows)
+    if derivatives is None:
+        return None
+    shares = [torch.zeros_like(coefficient) for coefficient in coefficients]
+    for (batch, row), derivative_R in derivatives.items():
+        own_R = coefficients[batch][row]
+        shares[batch][row] = torch.where(own_R != 0, own_R * derivative_R / gradient.norm, 0.0)
+    checksum = math.fsum(float(share.sum()) for share in shares)
+    return Attribution(tuple(shares), checksum, 0.0, checksum_tolerance(policy.grid), slack)
 
 
 @dataclass(frozen=True)
@@ -166,46 +159,70 @@ def shares_of(
     )
 
 
-def _exactly(
-    policy: Policy,
-    batches: Sequence[PlacedBatch],
-    coefficients: Sequence[Tensor],
-    gradient: Gradient,
-    tolerance: float,
-) -> Attribution | None:
-    """Shares by forward-mode differentiation, without any eps; None where an operation lacks that mode."""
-    # torch ships these two without types.
-    make_dual: Any = forward_ad.make_dual
-    unpack_dual: Any = forward_ad.unpack_dual
-    shares = []
-    try:
-        for placed, coefficient_BR in zip(batches, coefficients, strict=True):
-            share_BR = torch.zeros(coefficient_BR.shape, dtype=torch.float64)
-            part = active_part(placed.batch, coefficient_BR)
-            if part is not None:
-                # Only the plain attention kernel has forward-mode derivatives.
-                with warnings.catch_warnings(), torch.no_grad(), forward_ad.dual_level(), sdpa_kernel(SDPBackend.MATH):
-                    # torch's own table of forward-mode rules still goes through its deprecated script compiler.
-                    warnings.simplefilter("ignore", DeprecationWarning)
-                    dual = {
-                        name: make_dual(parameter, gradient.tensors[name].to(parameter) / gradient.norm)
-                        for name, parameter in policy.parameters.items()
-                    }
-                    moved_BR = policy.log_probs(part.batch, to_the_end=part.to_the_end, instead=dual)
-                    policy.meter.num_tokens_forward += part.num_tokens  # values and derivatives: two forwards' work
-                    tangent_BR = unpack_dual(moved_BR).tangent
-                derivative_BR = torch.zeros(()) if tangent_BR is None else tangent_BR.double().cpu()
-                own_BR = coefficient_BR[part.rows, : part.num_columns]
-                share_BR[part.rows, : part.num_columns] = own_BR * derivative_BR / gradient.norm
-            shares.append(share_BR)
-    except (NotImplementedError, RuntimeError):
-        return None
-    checksum = float(sum(float(share.sum()) for share in shares))
-    return Attribution(tuple(shares), checksum, 0.0, tolerance) if math.isfinite(checksum) else None
+class _Track:
+    """What one row did: coefficients and logps of its tokens with a coefficient, float64 [N]."""
+
+    def __init__(self, coefficient_R: Tensor, base_R: Tensor, norm: float) -> None:
+        self.at = (coefficient_R != 0).nonzero().squeeze(-1)
+        self.coefficient_N = coefficient_R[self.at]
+        self.base_N = base_R[self.at]
+        self._norm = norm
+        self.eps = math.nan
+        self.up_N = self.base_N
+        self.down_N: Tensor | None = None
+        self.derivative_N: Tensor | None = None
+
+    @property
+    def change_N(self) -> Tensor:
+        return self.up_N - self.base_N
+
+    @property
+    def shares_N(self) -> Tensor:
+        if self.derivative_N is not None:
+            return self.coefficient_N * self.derivative_N / self._norm
+        if self.down_N is not None:
+            return self.coefficient_N * (self.up_N - self.down_N) / (2 * self.eps * self._norm)
+        return self.coefficient_N * self.change_N / (self.eps * self._norm)
+
+    @property
+    def size(self) -> float:
+        return float(self.shares_N.abs().max())
+
+    @property
+    def lead(self) -> float:
+        """Change of logp of the token with the largest |c * change|; NaN when any is not finite."""
+        return leader([self.coefficient_N], [self.up_N], [self.base_N])[1]
+
+    @property
+    def bend(self) -> float:
+        """What a difference to one side may be wrong by, as a share: a logp's second derivative is about the square
+        of its first."""
+        return _finite(float((self.coefficient_N.abs() * self.change_N.square()).sum()) / (self.eps * self._norm))
+
+    @property
+    def unevenness(self) -> float:
+        """The measured second difference, as a share; none for exact derivatives, endless with one side only."""
+        if self.derivative_N is not None:
+            return 0.0
+        if self.down_N is None:
+            return _ENDLESS
+        second_N = self.coefficient_N * (self.up_N + self.down_N - 2 * self.base_N)
+        return _finite(float(second_N.abs().sum()) / (2 * self.eps * self._norm))
+
+    @property
+    def curvature(self) -> float:
+        """Second difference over first."""
+        size = _finite(float(self.shares_N.abs().sum()))
+        return min(_ENDLESS, self.unevenness / size) if size > 0 else 0.0
+
+
+def _finite(value: float) -> float:
+    """Sums of these stay numbers."""
+    return min(value, _ENDLESS) if not math.isnan(value) else _ENDLESS
 
 
 class _Prober:
-    """Moves the policy along one gradient and keeps what it saw."""
+    """Moves the policy along one gradient, row by row where rows differ, and keeps what it saw."""
 
     def __init__(
         self,
@@ -214,113 +231,161 @@ class _Prober:
         coefficients: Sequence[Tensor],
         gradient: Gradient,
         logp: Sequence[Tensor],
-        slack: float = 0.0,
+        *,
+        one_sided: bool,
+        slack: float,
     ) -> None:
-        self._slack = slack
-        self._gradient = gradient
-        self._exact_tried = False
-        self._exact_found: Attribution | None = None
-        self._policy = policy
-        self._batches = batches
+        self._probe = RowProbe(policy, batches, coefficients, gradient)
         self._coefficients = coefficients
         self._norm = gradient.norm
-        self._logp = logp
-        self._perturbation = Perturbation(policy.parameters, gradient.tensors, gradient.norm, policy.grid)
+        self._slack = slack
+        self._one_sided = one_sided
+        self._full_precision = policy.grid in TAU
         self._reach = reach_of(policy.grid)
         self._tolerance = checksum_tolerance(policy.grid)
-        self._last: _Step | None = None
-        self._direction = 0.0
+        one_sided_tolerance = ONE_SIDED_TOLERANCE if self._full_precision else ONE_SIDED_TOLERANCE_LOW_PRECISION
+        self._aim = one_sided_tolerance if one_sided else CHECKSUM_AIM.get(policy.grid, self._tolerance)
+        self._num_retries = 0
+        self._tracks = {
+            (batch, row): _Track(coefficients[batch][row], logp[batch][row], self._norm)
+            for batch, row in self._probe.rows
+        }
 
-    def first_eps(self) -> float:
-        largest = max(float(coefficient.abs().max()) for coefficient in self._coefficients if coefficient.numel())
-        return self._reach.first_eps(largest, self._norm)
+    def found(self) -> Attribution:
+        self._move(self._tracks, self._scouted_eps())
+        self._rescale()
+        if not self._one_sided:
+            self._mirror(self._bent())
+            if self._is_off():
+                self._straighten(lambda track: track.down_N is not None and track.curvature > CURVATURE_WANTED)
+        if self._is_off():
+            self._mirror(self._tracks)
+            self._straighten(lambda _track: True)
+        shares = [torch.zeros_like(coefficient) for coefficient in self._coefficients]
+        for (batch, row), track in self._tracks.items():
+            shares[batch][row, track.at] = track.shares_N
+        leading = max(self._tracks.values(), key=lambda track: track.size)
+        eps = leading.eps if leading.derivative_N is None else 0.0
+        tolerance = max(self._tolerance, self._aim) if self._one_sided else self._tolerance
+        return Attribution(tuple(shares), self._checksum(), eps, tolerance, self._slack)
 
-    def measure(self, eps: float, *, one_sided: bool = False) -> Attribution:
-        """Shares at an eps near `eps` that moves the leading token's logp by about tau."""
-        plus: list[Tensor] = []
-        num_straightened = 0
-        for _ in range(NUM_RESCALES_MAX):
-            plus = self._log_probs(eps)
-            # Straightened once, logp changes by less than tau on purpose.
-            change = leader(self._coefficients, plus, self._logp)[1]
-            better = None if num_straightened else self._reach.next_eps(eps, change)
-            if better is None and self._bends(plus, eps) and num_straightened < NUM_STRAIGHTENED_MAX:
-                exact = self._exact()
-                if exact is not None and exact.is_sound:
-                    return exact
-                num_straightened += 1
-                better = eps * STRAIGHTER
+    def _checksum(self) -> float:
+        return math.fsum(float(track.shares_N.sum()) for track in self._tracks.values())
+
+    def _is_off(self) -> bool:
+        """Whether the sum is further from one than aimed at: in 32 bits in full, else against the largest share."""
+        largest = max(track.size for track in self._tracks.values())
+        absolute = self._full_precision and not self._one_sided
+        return not abs(self._checksum() - 1.0) <= self._aim * (1.0 if absolute else max(1.0, largest)) + self._slack
+
+    def _move(self, rows: Iterable[Row], eps: float) -> None:
+        for row, up_R in self._probe.moved(list(rows), eps).items():
+            track = self._tracks[row]
+            track.eps, track.up_N, track.down_N = eps, up_R[track.at], None
+
+    def _scouted_eps(self) -> float:
+        """An eps that moves the leading token of the row with the largest coefficient by about tau."""
+        scout = max(self._tracks, key=lambda row: float(self._tracks[row].coefficient_N.abs().max()))
+        eps = self._reach.first_eps(float(self._tracks[scout].coefficient_N.abs().max()), self._norm)
+        if len(self._tracks) < NUM_ROWS_SCOUTED_MIN:
+            return eps
+        for _ in range(NUM_SCOUTED_MAX):
+            self._move([scout], eps)
+            better = self._reach.next_eps(eps, self._tracks[scout].lead)
             if better is None:
                 break
             eps = better
-        if one_sided:
-            shares = shares_of(self._coefficients, plus, self._logp, eps / 2, self._norm)
-            return self._found(shares, eps, ONE_SIDED_TOLERANCE)
-        return self._attribution(eps, plus)
+        return eps
 
-    def better(self, found: Attribution) -> Attribution:
-        """Exact derivatives where there are any and they sum up better."""
-        exact = self._exact()
-        return exact if exact is not None and abs(exact.checksum - 1.0) < abs(found.checksum - 1.0) else found
+    def _rescale(self) -> None:
+        """Moves again: single rows that moved too far, and all where the leading one moved too little."""
+        for _ in range(NUM_RESCALES_MAX):
+            again: dict[float, list[Row]] = {}
+            for row, track in self._tracks.items():
+                better = self._reach.next_eps(track.eps, track.lead)
+                if better is not None and better < track.eps and track.bend > WILD:
+                    again.setdefault(_coarse(better / track.eps) * track.eps, []).append(row)
+            if not again:
+                leading = max(self._tracks.values(), key=lambda track: track.size)
+                better = self._reach.next_eps(leading.eps, leading.lead)
+                if better is None or better < leading.eps:
+                    return
+                again = {better: list(self._tracks)}
+            for eps, rows in again.items():
+                self._move(rows, eps)
 
-    def _exact(self) -> Attribution | None:
-        """Asked for once: what an operation lacks it will lack again."""
-        if not self._exact_tried:
-            self._exact_tried = True
-            found = _exactly(self._policy, self._batches, self._coefficients, self._gradient, self._tolerance)
-            self._exact_found = None if found is None else replace(found, slack=self._slack)
-        return self._exact_found
+    def _bent(self) -> list[Row]:
+        """The rows that need the other side too, for the rest of them to be wrong by next to nothing."""
+        order = sorted(self._tracks, key=lambda row: -self._tracks[row].bend)
+        if not self._full_precision:
+            return order
+        left = 0.0
+        for count in range(len(order), 1, -1):
+            left += self._tracks[order[count - 1]].bend
+            if left > BEND_LEFT:
+                return order[:count]
+        return order[:1]
 
-    def _bends(self, plus: Sequence[Tensor], eps: float) -> bool:
-        """Whether the sum to one side is far from one although rounding is not to blame."""
-        if self._policy.grid not in TAU:
-            return False
-        shares = shares_of(self._coefficients, plus, self._logp, eps / 2, self._norm)
-        largest = max((float(share.abs().max()) for share in shares if share.numel()), default=0.0)
-        total = math.fsum(float(share.sum()) for share in shares)
-        return abs(total - 1.0) > BENT * max(1.0, largest) + self._slack
+    def _mirror(self, rows: Iterable[Row]) -> None:
+        again: dict[float, list[Row]] = {}
+        for row in rows:
+            track = self._tracks[row]
+            if track.down_N is None and track.derivative_N is None:
+                again.setdefault(track.eps, []).append(row)
+        for eps, chosen in again.items():
+            for row, down_R in self._probe.moved(chosen, -eps).items():
+                self._tracks[row].down_N = down_R[self._tracks[row].at]
 
-    def retry(self) -> Attribution | None:
-        """Shares at a smaller eps where the logp bends, at a larger one where rounding speaks; None to give up."""
-        if self._last is None:
-            return None
-        curvature = self._curvature(self._last)
-        bends = not curvature < NONLINEAR
-        direction = -1.0 if bends else 1.0
-        if self._direction and direction != self._direction:
-            return None  # between the two lies nothing better
-        self._direction = direction
-        factor = min(max(CURVATURE_WANTED / curvature, 0.01), 0.25) if bends and math.isfinite(curvature) else 0.25
-        eps = self._last.eps * (factor if bends else 4.0)
-        return self._attribution(eps, self._log_probs(eps))
+    def _straighten(self, is_wanted: Callable[[_Track], bool]) -> None:
+        """Exact derivatives for the worst of the wanted rows, until the sum is as aimed at or what is left cannot
+        matter; other values of eps where an operation has no forward-mode derivative."""
+        while self._is_off():
+            doubts = {row: self._doubt(track) for row, track in self._tracks.items() if is_wanted(track)}
+            total = math.fsum(doubts.values())
+            if not total > self._aim / 4:
+                return
+            chosen: list[Row] = []
+            covered = 0.0
+            for row in sorted(doubts, key=lambda row: -doubts[row]):
+                chosen.append(row)
+                covered += doubts[row]
+                if covered >= total / 2:
+                    break
+            derivatives = self._probe.derivatives(chosen)
+            if derivatives is not None:
+                for row, derivative_R in derivatives.items():
+                    self._tracks[row].derivative_N = derivative_R[self._tracks[row].at]
+            elif self._num_retries < NUM_RETRIES_MAX:
+                self._num_retries += 1
+                self._retry([row for row, doubt in doubts.items() if doubt > 0])
+            else:
+                return
 
-    def _attribution(self, eps: float, plus: list[Tensor]) -> Attribution:
-        minus = self._log_probs(-eps)
-        self._last = _Step(eps, plus, minus)
-        shares = shares_of(self._coefficients, plus, minus, eps, self._norm)
-        return self._found(shares, eps, self._tolerance)
+    def _doubt(self, track: _Track) -> float:
+        """What the row's share may be wrong by: its second difference; in 16 bits that is noise, and all may be."""
+        if self._full_precision or track.derivative_N is not None:
+            return track.unevenness
+        return _finite(float(track.shares_N.abs().sum()))
 
-    def _found(self, shares: tuple[Tensor, ...], eps: float, tolerance: float) -> Attribution:
-        checksum = math.fsum(float(share.sum()) for share in shares)
-        return Attribution(shares, checksum, eps, tolerance, self._slack)
+    def _retry(self, rows: Sequence[Row]) -> None:
+        """A smaller eps where logp bends, a larger one where rounding speaks; kept where the sum is nearer to one."""
+        checksum = self._checksum()
+        before = {row: (track.eps, track.up_N, track.down_N) for row, track in self._tracks.items() if row in rows}
+        again: dict[float, list[Row]] = {}
+        for row in rows:
+            track = self._tracks[row]
+            bends = track.curvature >= NONLINEAR
+            factor = min(max(CURVATURE_WANTED / track.curvature, 0.01), 0.25) if bends else 4.0
+            again.setdefault(_coarse(factor) * track.eps, []).append(row)
+        for eps, chosen in again.items():
+            self._move(chosen, eps)
+        self._mirror(rows)
+        if not abs(self._checksum() - 1.0) <= abs(checksum - 1.0):
+            for row, (eps, up_N, down_N) in before.items():
+                track = self._tracks[row]
+                track.eps, track.up_N, track.down_N = eps, up_N, down_N
 
-    def _log_probs(self, eps: float) -> list[Tensor]:
-        found = []
-        with self._perturbation.moved(eps), torch.no_grad():
-            for placed, coefficient_BR in zip(self._batches, self._coefficients, strict=True):
-                logp_BR = torch.zeros(coefficient_BR.shape, dtype=torch.float64)
-                part = active_part(placed.batch, coefficient_BR)
-                if part is not None:
-                    moved_BR = self._policy.log_probs(part.batch, to_the_end=part.to_the_end)
-                    logp_BR[part.rows, : part.num_columns] = moved_BR.double().cpu()
-                found.append(logp_BR)
-        return found
 
-    def _curvature(self, step: _Step) -> float:
-        """Second difference against the first one, over all tokens by weight."""
-        bend, slope = 0.0, 0.0
-        for coefficient, up, down, base in zip(self._coefficients, step.plus, step.minus, self._logp, strict=True):
-            active = coefficient != 0
-            bend += float(torch.where(active, (coefficient * (up + down - 2 * base)).abs(), 0.0).sum())
-            slope += float(torch.where(active, (coefficient * (up - down)).abs(), 0.0).sum())
-        return bend / slope if slope > 0 else 0.0
+def _coarse(factor: float) -> float:
+    """A power of four not above it, so that rows of like needs run together."""
+    return float(4.0 ** math.floor(math.log(factor, 4.0)))

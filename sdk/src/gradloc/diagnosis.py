@@ -227,16 +227,19 @@ def _sequence_mismatch(evidence: Evidence) -> Cause | None:
     total, largest = evidence.sequence_log_ratio, evidence.largest_token_log_ratio_in_sequence
     if total is None or largest is None or evidence.num_culprits == 0:
         return None
-    if not abs(total) >= SEQUENCE_LOG_RATIO_MISMATCH or largest >= LOG_RATIO_MISMATCH:
-        return None
     scale = evidence.row_scale
     agrees = (
         scale is not None and scale >= ROW_SCALE_MATERIAL and abs(math.log(scale) - total) <= math.log(ROW_SCALE_AGREES)
     )
+    if not abs(total) >= SEQUENCE_LOG_RATIO_MISMATCH or (largest >= LOG_RATIO_MISMATCH and not agrees):
+        return None
+    because = "every token harmless, but their ratios add up"
+    if largest >= LOG_RATIO_MISMATCH:
+        because = f"one token's ratio ({_exp(largest):.2g}) makes that of its sequence, by which all its tokens count"
     return Cause(
         name="sequence-mismatch",
         confidence="high" if agrees else "medium" if evidence.kind == "sequence" else "low",
-        summary=f"type A.2: every token harmless, but their ratios add up (sequence IS ratio {_exp(total):.3g})",
+        summary=f"type A.2: {because} (sequence IS ratio {_exp(total):.3g})",
         evidence={
             "sequence_log_ratio": total,
             "ratio": _exp(total),

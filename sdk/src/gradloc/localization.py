@@ -12,7 +12,6 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from gradloc.common_ground import common_to, holder_of
 from gradloc.culprits import NUM_CERTAIN, CulpritSet, Scene, find_tokens, places_of
 from gradloc.diagnosis import LayerGrowth, diagnose, is_tokens_fault, layer_growth
 from gradloc.evidence import evidence_of
@@ -22,9 +21,11 @@ from gradloc.gradient_profile import residual_sizes
 from gradloc.localized import summary_of, verdict_of
 from gradloc.nonfinite import NonFiniteSource, find_in_batch, find_in_network
 from gradloc.policy import PlacedBatch, Policy
+from gradloc.relossed import Reading, origins_of, reading_of, relossed
 from gradloc.remedies import fix_for
 from gradloc.replay import Replay, coefficients_of, masked, replay
 from gradloc.search import Search, by_attribution, by_bisection
+from gradloc.verification import Place
 from gradloc_proto.messages import Cause, Certificate, Cost, Culprit, Fidelity, Finding, Fix, Verdict
 
 Strategy = Literal["attribution", "bisect"]
@@ -154,12 +155,19 @@ def _finding(
     elif verdict == "batch-wide" and found is not None:
         found, shown = None, replace(shown, culprits=(), share=None)
     certificate = None if found is None else _certificate(scene.gradient.norm, limit, found, num_culprits)
+    origins: tuple[Culprit, ...] = ()
+    if found is not None and certificate is not None:
+        places, norm_relossed = _relossed(scene, found, shown.leading)
+        exhibits = Exhibits(scene.batches, scene.coefficients, order.texts)
+        origins = tuple(exhibits.culprit(place, _share_at(search, place), None, None) for place in places)
+        certificate = certificate.model_copy(update={"norm_without_relossed": norm_relossed})
     return Finding(
         verdict=verdict,
         strategy=order.strategy,
         step=facts.step,
-        summary=_with_ground(summary_of(verdict, shown.culprits, shown.share, certificate, fidelity), scene, search),
+        summary=_with_ground(summary_of(verdict, shown.culprits, shown.share, certificate, fidelity), search),
         culprits=shown.culprits,
+        origins=origins,
         share=shown.share,
         checksum=None if search.attribution is None else search.attribution.checksum,
         certificate=certificate,
@@ -177,6 +185,38 @@ def _finding(
     )
 
 
+def _relossed(scene: Scene, found: CulpritSet, leading: Place | None) -> tuple[tuple[Place, ...], float | None]:
+    """The tokens that made the culprits' ratio, and the norm had they (else the culprits) left the loss itself.
+
+    None where the loss's ratio cannot be read off the batch. A replay where it is one of sequences; else all other
+    coefficients only grow by one factor, and so does the norm.
+    """
+    reading = reading_of(scene.batches, scene.coefficients)
+    if reading is None or leading is None or scene.focus is not None:
+        return (), None
+    origins = origins_of(scene.batches, leading[:2], reading)
+    if not reading.is_of_sequences and not reading.by_row:
+        return (), found.without.norm * _growth(scene, found, reading)
+    changed = relossed(scene.batches, scene.coefficients, origins or found.places, reading)
+    return origins, scene.under(changed).gradient.norm
+
+
+def _growth(scene: Scene, found: CulpritSet, reading: Reading) -> float:
+    """Factor of the others' coefficients when these tokens leave a mean over all tokens."""
+    total = sum(placed.batch.num_tokens for placed in scene.batches)
+    return total / (total - len(found.places)) if reading.counts and len(found.places) < total else 1.0
+
+
+def _share_at(search: Search, place: Place) -> float:
+    if search.exact is not None and place in search.exact:
+        return search.exact[place].share
+    return (
+        math.nan
+        if search.attribution is None
+        else float(search.attribution.shares[place.batch][place.row, place.column])
+    )
+
+
 def _whole_rows(scene: Scene, found: CulpritSet, limit: float) -> CulpritSet:
     """The rows of the culprits as the culprits."""
     rows = tuple(dict.fromkeys(place[:2] for place in found.places))
@@ -185,15 +225,13 @@ def _whole_rows(scene: Scene, found: CulpritSet, limit: float) -> CulpritSet:
     return replace(found, places=places, without=without, holds=without.norm <= limit, rows=rows)
 
 
-def _with_ground(summary: str, scene: Scene, search: Search) -> str:
-    """The sentence, with what several rows have in common or where the norm lies when it is nobody's alone."""
-    if search.found is not None:
-        ground = common_to(scene.batches, search.found.rows, scene.coefficients)
-        return summary if ground is None else f"{summary}; all of {ground}"[:512]
-    if search.kind != "batch-wide" or search.attribution is None or not search.attribution.is_sound:
+def _with_ground(summary: str, search: Search) -> str:
+    """The sentence, with what several rows have in common or who holds the norm when it is no few rows'."""
+    if search.ground is None or search.found is None:
         return summary
-    held = holder_of(scene.batches, search.attribution.shares, scene.coefficients)
-    return summary if held is None else f"{summary}; {held[0]} holds {100 * held[1]:.1f} % of it"[:512]
+    if search.ground.share is None:
+        return f"{summary}; all of {search.ground.name}"[:512]
+    return f"{summary}; {search.ground.name} holds {100 * search.ground.share:.1f} % of it"[:512]
 
 
 def _certificate(norm: float, limit: float, found: CulpritSet, num_culprits: int) -> Certificate:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from gradloc.routing import Routing
 from gradloc.snapshot import MicroBatch
 
 
@@ -122,6 +123,7 @@ class Policy:
     ) -> None:
         self.model = model.eval()
         self.meter = meter
+        self.routing = Routing()
         self.autocast_dtype = autocast_dtype
         self._grid = grid
         self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -190,6 +192,16 @@ class Policy:
         entropy_BR = -(logp_BRV.exp() * logp_BRV).sum(dim=-1)
         return _mixed(batch, logp_BR, entropy_BR)
 
+    def log_probs_of(
+        self, part: "ActivePart", *, hold_routing: bool = False, instead: Mapping[str, Tensor] | None = None
+    ) -> Tensor:
+        """`log_probs` of a part of a micro-batch. Experts are chosen, and the choice remembered; `hold_routing` makes
+        the remembered choice again, for weights that were moved."""
+        num_positions = part.batch.ids_BT.shape[1] - (0 if part.to_the_end else 1)
+        context = self.routing.held if hold_routing else self.routing.recorded
+        with context(part.source, part.rows, num_positions):
+            return self.log_probs(part.batch, to_the_end=part.to_the_end, instead=instead)
+
     def backward(
         self, logp_BR: Tensor, coefficient_BR: Tensor, *, num_tokens: int, keep_graph: bool = False
     ) -> tuple[Tensor | None, ...]:
@@ -235,6 +247,7 @@ def cut(batch: MicroBatch, rows: Tensor, end: int) -> MicroBatch:
 class ActivePart:
     """The rows and columns of a micro-batch that a set of coefficients touches."""
 
+    source: MicroBatch
     batch: MicroBatch
     rows: Tensor  # int64 [b]
     num_columns: int
@@ -253,4 +266,4 @@ def active_part(batch: MicroBatch, coefficient_BR: Tensor) -> ActivePart | None:
     rows = touched_BR.any(dim=1).nonzero().squeeze(-1)
     num_columns = int(touched_BR.any(dim=0).nonzero().max()) + 1
     part = cut(batch, rows, batch.first_position + num_columns)
-    return ActivePart(part, rows, num_columns, num_columns == coefficient_BR.shape[1])
+    return ActivePart(batch, part, rows, num_columns, num_columns == coefficient_BR.shape[1])

@@ -74,7 +74,7 @@ def replay(
     for placed, coefficient_BR in zip(batches, coefficients, strict=True):
         logp_BR = torch.full(coefficient_BR.shape, math.nan, dtype=torch.float64)
         for part in _parts(placed.batch, coefficient_BR, by_row):
-            computed_BR = policy.log_probs(part.batch, to_the_end=part.to_the_end)
+            computed_BR = policy.log_probs_of(part)
             gradients = policy.backward(
                 computed_BR, coefficient_BR[part.rows, : part.num_columns], num_tokens=part.num_tokens
             )

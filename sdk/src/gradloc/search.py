@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from gradloc import culprits
 from gradloc.attribution import Attribution
 from gradloc.bisection import Bisection, bisect
+from gradloc.common_ground import Ground, common_to, holder_of, is_whole
 from gradloc.culprits import CulpritSet, Scene
 from gradloc.replay import masked
 from gradloc.verification import ExactToken, Place
@@ -18,12 +19,14 @@ SPIKE_OVER_HEALTHY_MIN = 1.5  # under it nothing happened, whatever the limit sa
 
 @dataclass(frozen=True)
 class Search:
-    """What a strategy found. `kind`: token, sequence, batch-wide, inconclusive, or a refusal of the fidelity."""
+    """What a strategy found. `kind`: token, sequence, group, micro-batch, rank, data-source, batch-wide, inconclusive,
+    or a refusal of the fidelity. `ground`: what the culprit rows have in common."""
 
     kind: str
     found: CulpritSet | None = None
     exact: dict[Place, ExactToken] | None = None
     attribution: Attribution | None = None
+    ground: Ground | None = None
 
 
 def by_attribution(scene: Scene, limit: float, healthy_norm: float | None, *, scope: int | None = None) -> Search:
@@ -44,15 +47,29 @@ def by_attribution(scene: Scene, limit: float, healthy_norm: float | None, *, sc
     )
     rows = culprits.find_rows(scene, attribution, limit) if tried_rows else None
     if rows is not None:
-        return Search("sequence", rows, culprits.verified_top(scene, attribution), attribution)
+        return _of_rows(scene, rows, culprits.verified_top(scene, attribution), attribution)
     found, exact = culprits.find_tokens(scene, attribution, limit)
     if found is not None and (len(found.places) <= culprits.NUM_CERTAIN or found.gap >= culprits.GAP):
         return Search("token", found, exact, attribution)
     if attribution.is_sound and not tried_rows:
         rows = culprits.find_rows(scene, attribution, limit)
         if rows is not None:
-            return Search("sequence", rows, exact, attribution)
+            return _of_rows(scene, rows, exact, attribution)
+    if attribution.is_sound and scene.focus is None:
+        ground = holder_of(scene.batches, attribution.shares, scene.coefficients)
+        if ground is not None:
+            places = [place for row in ground.rows for place in culprits.places_of(scene, row)]
+            part = _without(scene, places, limit, ground.rows)
+            if part.holds:
+                return Search(ground.kind, part, exact, attribution, ground)
     return Search("batch-wide" if attribution.is_sound else "inconclusive", None, exact, attribution)
+
+
+def _of_rows(scene: Scene, rows: CulpritSet, exact: dict[Place, ExactToken], attribution: Attribution) -> Search:
+    """Named after what the rows have in common, where they are most of it."""
+    ground = common_to(scene.batches, rows.rows, scene.coefficients)
+    kind = ground.kind if ground is not None and is_whole(ground, rows.rows) else "sequence"
+    return Search(kind, rows, exact, attribution, ground)
 
 
 def by_bisection(scene: Scene, limit: float) -> Search:

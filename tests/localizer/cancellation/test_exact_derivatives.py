@@ -30,7 +30,7 @@ def test_where_no_eps_is_sound_exact_derivatives_are(trainer):
     step = trainer.step(trainer.model(), fault=trainer.stale(6.0))
     found = attributed(Policy(Stepped(step.model), Meter(1)), step)
     assert found.eps == 0.0
-    assert abs(found.checksum - 1) <= 1e-4
+    assert abs(found.checksum - 1) <= 1e-3
 
 
 def test_behind_a_residual_stream_that_nearly_cancels_shares_are_the_oracles(trainer, cancel):

@@ -104,13 +104,17 @@ def culprit_in_short(finding: Finding | None) -> str:
         return VERDICT_NAMES[finding.verdict]
     first = finding.culprits[0]
     more = f" and {len(finding.culprits) - 1} more" if len(finding.culprits) > 1 else ""
-    return _text(_place_of(first, whole_sequence=finding.verdict == "sequence")) + more
+    return _text(_place_of(first, whole_sequence=finding.verdict in _WHOLE_ROWS)) + more
 
 
 VERDICT_NAMES = {
     "token": "one token",
     "sequence": "one sequence",
     "layer": "layers exploding at one position",
+    "group": "the answers to one prompt",
+    "micro-batch": "one micro-batch",
+    "rank": "one rank",
+    "data-source": "one data source",
     "batch-wide": "the whole batch",
     "accounting": "not a token: the loss holds something else",
     "mask": "a position outside the loss mask",
@@ -119,6 +123,7 @@ VERDICT_NAMES = {
     "non-finite": "a value that is not finite",
     "inconclusive": "inconclusive",
 }
+_WHOLE_ROWS = ("sequence", "group", "micro-batch", "rank", "data-source")
 _WITHOUT_PLACE = ("batch-wide", "accounting", "norm-overflow", "not-reproduced", "inconclusive")
 
 
@@ -216,7 +221,7 @@ def certificate_text(finding: Finding) -> str:
     certificate = finding.certificate
     if certificate is None:
         return ""
-    noun = "sequence" if finding.verdict == "sequence" else "token"
+    noun = "sequence" if finding.verdict in _WHOLE_ROWS else "token"
     count = certificate.num_culprits
     what = f"this {noun}" if count == 1 else f"these {count:,} {noun}s"
     norm, limit = number(certificate.norm_without), number(certificate.limit)
@@ -244,14 +249,14 @@ def _culprit_lines(finding: Finding) -> list[Line]:
     lines = []
     if len(finding.culprits) > 1:
         together = "" if finding.share is None else f", together {percent(finding.share)} of the norm²"
-        noun = "sequences" if verdict == "sequence" else "tokens"
+        noun = "sequences" if verdict in _WHOLE_ROWS else "tokens"
         lines.append(Line("Culprits", (Piece(f"{len(finding.culprits):,} {noun}{together}"),)))
     for index, culprit in enumerate(told):
         label = "Culprit" if len(finding.culprits) == 1 else f"{index + 1}."
-        lines.append(Line(label, (*_place_of(culprit, whole_sequence=verdict == "sequence"), *_weight_of(culprit))))
+        lines.append(Line(label, (*_place_of(culprit, whole_sequence=verdict in _WHOLE_ROWS), *_weight_of(culprit))))
     if len(finding.culprits) > len(told):
         lines.append(Line("", (Piece(f"and {len(finding.culprits) - len(told):,} more on the incident's page"),)))
-    if verdict in ("layer", "mask", "non-finite"):
+    if verdict in ("layer", "mask", "non-finite", "group", "micro-batch", "rank", "data-source"):
         lines.append(Line("Verdict", (Piece(_verdict_sentence(finding)),)))
     return lines + _approximate(finding)
 
@@ -315,6 +320,8 @@ def _verdict_sentence(finding: Finding) -> str:
         case "non-finite":
             where = f"; first in {visible(finding.layers_exploding[0], 80)}" if finding.layers_exploding else ""
             return f"A gradient that is not a finite number starts here{where}."
+        case "group" | "micro-batch" | "rank" | "data-source":
+            return f"The culprit is {VERDICT_NAMES[finding.verdict]} as a whole, no single sequence of it."
         case "sequence":
             return "One sequence makes the spike, no single token of it."
         case _:

@@ -346,6 +346,6 @@ def chain(finding: Finding) -> tuple[Link, ...]:
             share for *where, share in finding.shares_by_sequence if tuple(where[: depth + 1]) == place[: depth + 1]
         ]
         links.append(Link(name, str(place[depth]), sum(inside) if inside else None))
-    if finding.verdict != "sequence":
+    if finding.verdict not in ("sequence", "group", "micro-batch", "rank", "data-source"):
         links.append(Link("Token", str(first.token), first.share, first.token_text))
     return tuple(links)
