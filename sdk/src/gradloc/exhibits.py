@@ -76,11 +76,11 @@ class Exhibits:
             advantage=value_at(batch.advantage_BR, place),
         )
 
-    def view(self, place: Place, shares: Mapping[int, float]) -> SequenceView:
-        """The culprit's sequence around it; `shares` by position of the row."""
+    def view(self, place: Place, shares: Mapping[int, float], num_positions: int | None = None) -> SequenceView:
+        """The culprit's sequence around it; `shares` by position of the row. `num_positions`: as in `show`."""
         placed = self._batches[place.batch]
         ids = placed.batch.ids_BT[place.row].tolist()
-        first, end = window(placed.batch.first_position + place.column, len(ids))
+        first, end = window(placed.batch.first_position + place.column, len(ids), num_positions or WINDOW_POSITIONS)
         texts = () if self._texts is None else tuple(self._text(token_id) or "" for token_id in ids[first:end])
         return SequenceView(
             rank=placed.rank,
@@ -110,10 +110,12 @@ def show(
     found: CulpritSet | None,
     exact: Mapping[Place, ExactToken],
     attribution: Attribution | None,
+    num_positions: int | None = None,
 ) -> Shown:
     """Culprits (or, without a set, suspects), with the profile and view of the leading one's sequence.
 
-    `sizes`: residual rms of the whole step's forward passes, as `residual_sizes` collected them.
+    `sizes`: residual rms of the whole step's forward passes, as `residual_sizes` collected them. `num_positions`
+    of the sequence are shown around the culprit; None: as many as a message should hold.
     """
     exhibits = Exhibits(scene.batches, scene.coefficients, texts)
     shares = dict(culprits.ranked(attribution.shares, culprits.NUM_SHOWN)) if attribution is not None else {}
@@ -126,7 +128,7 @@ def show(
     whole_row = found is not None and bool(found.rows)
     same_row = [p for p in (found.places if found is not None else places) if p[:2] == leading[:2]]
     profile = _profile(scene, leading, same_row if not whole_row else culprits.places_of(scene, leading[:2]))
-    profile_shown, layer, block, ratio = _read_profile(scene, profile, sizes)
+    profile_shown, layer, block, ratio = _read_profile(scene, profile, sizes, num_positions)
     total = None
     if found is not None:
         of_tokens = sum(shares[p] for p in found.places if p in shares)
@@ -140,7 +142,7 @@ def show(
         leading=leading,
         share=total,
         profile=profile_shown,
-        view=exhibits.view(leading, row_shares),
+        view=exhibits.view(leading, row_shares, num_positions),
         by_sequence=by_sequence,
         residual_ratio=ratio,
         residual_block=block,
@@ -195,7 +197,7 @@ def _profile(scene: Scene, leading: Place, places: Sequence[Place]) -> GradientP
 
 
 def _read_profile(
-    scene: Scene, profile: GradientProfile, sizes: Sequence[Tensor]
+    scene: Scene, profile: GradientProfile, sizes: Sequence[Tensor], num_positions: int | None
 ) -> tuple[Profile | None, str | None, str | None, float | None]:
     """The profile for a message, the layer of the largest share, the block after which the residual stream is
     smallest against the batch's median at the position of the largest share, and how small."""
@@ -210,7 +212,8 @@ def _read_profile(
     if len(rms_K) and len(rms_K) == len(median_K):
         ratios = rms_K / median_K
         block, ratio = f"layers.{int(ratios.argmin())}", float(ratios.min())
-    first, end = window(position, profile.share_LT.shape[1], PROFILE_VALUES_MAX // max(1, len(profile.layers)))
+    width = num_positions or min(WINDOW_POSITIONS, PROFILE_VALUES_MAX // max(1, len(profile.layers)))
+    first, end = window(position, profile.share_LT.shape[1], width)
     shown = Profile(
         layers=profile.layers,
         first_position=first,
@@ -244,8 +247,8 @@ def value_at(tensor: Tensor | None, place: Place) -> float | None:
 
 
 def window(centre: int, length: int, width: int = WINDOW_POSITIONS) -> tuple[int, int]:
-    """First and end of at most `width` (and WINDOW_POSITIONS) positions around `centre`."""
-    width = max(1, min(width, WINDOW_POSITIONS))
+    """First and end of at most `width` positions around `centre`."""
+    width = max(1, width)
     first = max(0, min(centre - width // 2, length - width))
     return first, min(length, first + width)
 

@@ -44,6 +44,7 @@ class _Order:
     texts: Texts | None
     on_progress: Progress
     healthy_error: Callable[[], float | None]
+    num_positions: int | None
 
 
 def localize(
@@ -56,14 +57,16 @@ def localize(
     on_progress: Progress = lambda _stage, _fraction: None,
     clock: Callable[[], float] = time.perf_counter,
     healthy_error: Callable[[], float | None] = lambda: None,
+    num_positions: int | None = None,
 ) -> Finding:
     """Explain the step. Parameters are as before afterwards, bit for bit.
 
     texts: text of a token id. healthy_error: replays a healthy step of the run and says what its norm missed by
     (relative), None where there is no such step; asked only where this step's replay does not match.
+    num_positions: of the culprit's sequence that is shown; None: as many as a message should hold.
     """
     started = clock()
-    order = _Order(policy, batches, facts, strategy, texts, on_progress, healthy_error)
+    order = _Order(policy, batches, facts, strategy, texts, on_progress, healthy_error, num_positions)
     coefficients = coefficients_of(batches)
     on_progress("replaying", 0.1)
     source = find_in_batch(batches, coefficients)
@@ -135,7 +138,7 @@ def _finding(
     if found is not None and not growth.by_key:
         # No healthy layer norms were given: the step without its culprits is the best stand-in.
         growth = layer_growth(scene.gradient.layer_norms, found.without.layer_norms)
-    shown = show(scene, order.texts, sizes, found, search.exact or {}, search.attribution)
+    shown = show(scene, order.texts, sizes, found, search.exact or {}, search.attribution, order.num_positions)
     num_culprits = 0 if found is None else len(found.rows) or len(found.places)
     evidence = evidence_of(scene, limit, search.kind, shown, growth, num_culprits, facts=facts, texts=order.texts)
     causes = diagnose(evidence)
@@ -149,7 +152,7 @@ def _finding(
         rows = _whole_rows(scene, found, limit)
         if rows.holds:
             found, num_culprits = rows, len(rows.rows)
-            shown = show(scene, order.texts, sizes, found, search.exact or {}, search.attribution)
+            shown = show(scene, order.texts, sizes, found, search.exact or {}, search.attribution, order.num_positions)
         else:
             verdict = "token"
     elif verdict == "batch-wide" and found is not None:
@@ -294,7 +297,7 @@ def _explain_nonfinite(
         causes=(_nonfinite_cause(source, culprits),),
         fix=Fix(name="leave out the culprit tokens", norm_after=without, holds=certificate.holds) if places else None,
         healthy_norm=facts.healthy_norm,
-        sequence_view=exhibits.view(places[0], {}) if places else None,
+        sequence_view=exhibits.view(places[0], {}, order.num_positions) if places else None,
         cost=Cost(steps=0.0),
     )
 

@@ -3,6 +3,7 @@
 import contextlib
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import click
 from rich.console import Console
@@ -11,6 +12,7 @@ from rich.progress import BarColumn, Progress, TextColumn
 from gradloc_localizer.report import report
 
 EXIT_REJECTED = 2
+WHOLE_SEQUENCE = 131_072  # positions of a page: more than people read, less than a browser minds
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
@@ -21,6 +23,11 @@ EXIT_REJECTED = 2
     default="attribution",
     show_default=True,
     help="attribution: all shares from two forward passes; bisect: the published search.",
+)
+@click.option(
+    "--html",
+    type=click.Path(dir_okay=False, writable=True, path_type=Path),
+    help="Write the finding there as one self-contained page as well.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the finding as one line of JSON.")
 @click.option(
@@ -41,6 +48,7 @@ EXIT_REJECTED = 2
 def localize(
     snapshot: str,
     strategy: str,
+    html: Path | None,
     as_json: bool,
     limit: float | None,
     factories: tuple[str, ...],
@@ -62,8 +70,13 @@ def localize(
                 device=device,
                 num_threads=threads,
                 reference=reference,
+                num_positions=WHOLE_SEQUENCE if html is not None else None,
             )
-            _manifest, finding = explain(snapshot, options, on_progress)
+            manifest, finding = explain(snapshot, options, on_progress)
+        if html is not None:
+            from gradloc_localizer.html_report import html_report
+
+            html.write_text(html_report(finding, run_id=manifest.run_id, where=snapshot), encoding="utf-8")
     except (ValueError, OSError) as error:
         line = str(error).split("\n", maxsplit=1)[0]
         click.echo(f"gradloc localize: {line}", err=True)

@@ -25,6 +25,7 @@ class Options:
     """How to localize. `limit`: instead of the snapshot's own. `device`: as torch names it, or "auto".
 
     reference: URL of a healthy step's snapshot of the same run; its replay says how well replays of the run match.
+    num_positions: of the culprit's sequence that the finding shows; None: as many as a message should hold.
     """
 
     strategy: Strategy = "attribution"
@@ -33,6 +34,7 @@ class Options:
     device: str = "auto"
     num_threads: int = NUM_THREADS
     reference: str | None = None
+    num_positions: int | None = None
 
 
 def explain(
@@ -60,6 +62,7 @@ def explain(
         texts=texts_of(snapshot),
         on_progress=on_progress,
         healthy_error=healthy_error,
+        num_positions=options.num_positions,
     )
     on_progress("done", 1.0)
     return manifest, finding
