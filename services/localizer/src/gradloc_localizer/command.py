@@ -1,17 +1,14 @@
 """`gradloc localize SNAPSHOT`: explain a saved step on this machine, without Redis or Ray."""
 
-import contextlib
 import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import click
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn
 
 from gradloc_localizer.report import report
+from gradloc_localizer.terminal import EXIT_REJECTED, progress_bar
 
-EXIT_REJECTED = 2
 WHOLE_SEQUENCE = 131_072  # positions of a page: more than people read, less than a browser minds
 
 
@@ -85,15 +82,3 @@ def localize(
         click.echo(finding.model_dump_json())
     else:
         Console().print(report(finding))
-
-
-@contextlib.contextmanager
-def progress_bar(*, quiet: bool) -> Iterator[Callable[[str, float], None]]:
-    """A bar on a terminal, nothing elsewhere."""
-    console = Console(stderr=True)
-    if quiet or not console.is_terminal:
-        yield lambda _stage, _fraction: None
-        return
-    with Progress(TextColumn("{task.description:>12}"), BarColumn(), console=console, transient=True) as bar:
-        task = bar.add_task("starting", total=1.0)
-        yield lambda stage, fraction: bar.update(task, description=stage, completed=fraction)

@@ -7,7 +7,7 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from gradloc_localizer.command import EXIT_REJECTED, progress_bar
+from gradloc_localizer.terminal import EXIT_REJECTED, progress_bar
 
 _NUM_LAYERS_SHOWN = 3
 
