@@ -1,5 +1,6 @@
 """The chart, rendered for every file in ci/: valid, restricted, whole, and wrong values refused by name."""
 
+import base64
 import json
 import os
 import re
@@ -8,9 +9,11 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from functools import cache
+from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import click
 import jsonschema
 import kubernetes_validate
 import pytest
@@ -18,9 +21,12 @@ import yaml
 from click.testing import CliRunner
 
 from gradloc_detector.command import detector
+from gradloc_localizer.__main__ import main as localizer
+from gradloc_proto import rights
 from gradloc_reporter.command import reporter
 
-CHART = Path(__file__).parents[2] / "deploy/k8s/gradloc"
+ROOT = Path(__file__).parents[2]
+CHART = ROOT / "deploy/k8s/gradloc"
 CASES = sorted(path.name for path in (CHART / "ci").glob("*-values.yaml"))
 CRDS = Path(os.environ.get("GRADLOC_SHARED", Path(__file__).parents[3] / "shared")) / "crds"
 OURS = ("detector", "reporter", "localizer")
@@ -52,7 +58,7 @@ def pods(documents: tuple[dict[str, Any], ...]) -> Iterator[tuple[str, dict[str,
         match document["kind"]:
             case "Pod":
                 yield name, document
-            case "Deployment" | "StatefulSet":
+            case "Deployment" | "StatefulSet" | "Job":
                 yield name, document["spec"]["template"]
             case "RayCluster":
                 yield f"{name}/head", document["spec"]["headGroupSpec"]["template"]
@@ -204,8 +210,17 @@ def test_every_reference_resolves_and_no_secret_is_in_the_open(case: str) -> Non
             assert backend["name"] in there["Service"] and backend["port"] == {"name": "http"}
     for document in rendered(case):
         if document["kind"] != "Secret":
-            shown = re.sub(r'"key": "password"|REDIS_PASSWORD', "", json.dumps(document))
+            shown = json.dumps(document).replace("REDIS_PASSWORD", "")
             assert "password" not in shown.lower(), document["metadata"]["name"]
+            for name, value in secret_values(documents):
+                assert value not in shown, f"{document['metadata']['name']} shows {name}"
+
+
+def secret_values(documents: tuple[dict[str, Any], ...]) -> Iterator[tuple[str, str]]:
+    for document in documents:
+        for key, value in document.get("data", {}).items() if document["kind"] == "Secret" else ():
+            yield f"{document['metadata']['name']}/{key}", base64.b64decode(value).decode()
+            yield f"{document['metadata']['name']}/{key}", value
 
 
 def secrets_of(spec: dict[str, Any]) -> Iterator[str]:
@@ -248,6 +263,46 @@ def test_the_commands_know_every_option_that_the_chart_gives_them(case: str) -> 
     assert seen == set(told)
 
 
+def options_of(command: click.Command) -> set[str]:
+    return {option for one in command.params if isinstance(one, click.Option) for option in one.opts}
+
+
+def test_every_setting_that_a_service_reads_can_be_set() -> None:
+    """By an argument or a variable of the pod; what the chart decides itself is listed with its reason."""
+    given = json.dumps([rendered(case) for case in CASES])
+    decided = {
+        "--redis": "by GRADLOC_REDIS_URL, which does not show in a list of processes",
+        **{f"--{name}": "by the detector, in the job's command" for name in ("run", "attempt", "incident", "snapshot")},
+        "--localization-attempt": "by the detector, in the job's command",
+    }
+    for command in (detector, reporter, localizer):
+        for option in options_of(command) - set(decided):
+            variable = next(one.envvar for one in command.params if option in one.opts)
+            said = {option, f"{option}="} | ({str(variable)} if variable else set())
+            assert any(word in given for word in said), f"{command.name}: {option}"
+    for file in (ROOT / "services").glob("*/src/**/*.py"):
+        for variable in re.findall(r"environ(?:\.get\(|\[)\"(\w+)\"", file.read_text()):
+            assert variable in given or variable in ("HF_HUB_OFFLINE",), f"{file.name} reads {variable}"
+
+
+def test_redis_users_have_the_rights_of_their_role_and_no_password_in_the_open() -> None:
+    (secret,) = [
+        one["data"]
+        for one in rendered("whole-values.yaml")
+        if one["kind"] == "Secret" and one["metadata"]["name"] == "release-gradloc-redis"
+    ]
+    lines = [line.split() for line in base64.b64decode(secret["users.acl"]).decode().splitlines()]
+    probe = ["user", "probe", "on", "nopass", "resetchannels", "-@all", "+ping"]  # the kubelet's
+    assert lines[:2] == [["user", "default", "off"], probe]
+    users = {words[1]: words for words in lines[2:]}
+    assert set(users) == {"detector", "reporter", "localizer", "trainer-team-a", "trainer-one"}
+    for role in ("detector", "reporter", "localizer"):
+        digest = sha256(base64.b64decode(secret[role])).hexdigest()
+        assert users[role][2:] == ["on", f"#{digest}", *rights.rules(cast(rights.Role, role))]
+    for name, runs in (("trainer-team-a", "team-a-*"), ("trainer-one", "one-run")):
+        assert users[name][4:] == [*rights.rules("trainer", runs=runs)]
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
@@ -263,6 +318,10 @@ def test_the_commands_know_every_option_that_the_chart_gives_them(case: str) -> 
         (["--set", "localizer.mode=sometimes"], "/localizer/mode"),
         (["--set", "ingress.enabled=true"], "ingress.host is needed"),
         (["--set", "redis.storage=lots"], "/redis/storage"),
+        (["--set", "redis.trainers[0].name=a,redis.trainers[0].runs=a*b"], "/redis/trainers/0/runs"),
+        (["--set", "redis.trainers[0].name=a"], "runs"),
+        (["--set", "localizer.device=tpu"], "/localizer/device"),
+        (["--set", "detector.sensitivity=0"], "/detector/sensitivity"),
     ],
 )
 def test_wrong_values_are_refused_by_the_name_of_the_key(arguments: list[str], says: str) -> None:

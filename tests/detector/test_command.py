@@ -10,7 +10,10 @@ import time
 import urllib.request
 
 import pytest
+import redis
+from click.testing import CliRunner
 
+from gradloc_detector.redis_user import redis_user
 from gradloc_proto import codec, streams
 from gradloc_proto.messages import RunEnded, RunStarted
 from gradloc_proto.redis_bus import RedisBus
@@ -219,3 +222,30 @@ def test_20_restarts_of_redis_leave_the_same_incidents(own_redis, story):
     story.tell(*tale_of(story))
     found = killed_again_and_again(own_redis.url, story, num_kills=20, on_kill=own_redis.restart)
     assert found == story.messages()
+
+
+class TestRedisUser:
+    def test_a_user_is_made_with_a_password_that_the_line_holds_only_as_a_digest(self, own_redis):
+        made = json.loads(CliRunner().invoke(redis_user, ["--runs", "team-a-*", "--name", "team-a", "--json"]).output)
+        assert made["password"] not in made["line"]
+        with redis.Redis(port=own_redis.port) as root:
+            try:
+                root.execute_command("ACL", "SETUSER", *made["line"].split()[1:])
+            except redis.ResponseError:
+                pytest.skip("rights to read or to write alone came with Redis 7.0")
+        with redis.Redis(port=own_redis.port, username="team-a", password=made["password"]) as user:
+            user.xadd("gradloc:{team-a-1}:steps", {"m": b"x"})
+            with pytest.raises(redis.exceptions.NoPermissionError):
+                user.xadd("gradloc:{team-b-1}:steps", {"m": b"x"})
+
+    @pytest.mark.parametrize(
+        ("arguments", "says"),
+        [
+            (["--runs", "a*b"], "names no runs"),
+            (["--role", "detector", "--runs", "a"], "serves all runs"),
+            (["--name", "a b"], "expected 1 to 64"),
+        ],
+    )
+    def test_what_cannot_be_meant_is_refused_in_one_line(self, arguments, says):
+        done = CliRunner().invoke(redis_user, arguments)
+        assert done.exit_code == 2 and says in done.output and done.output.count("\n") == 1

@@ -366,6 +366,57 @@ def test_an_incident_stream_with_an_absurd_id_is_refused_and_the_others_go_on(re
     bus.close()
 
 
+@pytest.mark.parametrize("how", [{"id": f"{2**64 - 1}-{2**64 - 1}"}, {"maxlen": 1, "approximate": False}])
+def test_a_registry_that_one_user_spoilt_hides_no_other_run(redis_url, story, new_story, how):
+    bus, other = RedisBus(redis_url), new_story(run="run-b")
+    publish(bus, story.run, started(story.run), *story.steps(0, 29))
+    first = DetectorService(bus, settings=QUICK)
+    turns(first)
+    with redis.Redis.from_url(redis_url) as villain:
+        villain.xadd(streams.REGISTRY, {"m": b"x"}, **how)
+        if "maxlen" in how:
+            villain.xtrim(streams.REGISTRY, maxlen=0, approximate=False)
+    time.sleep(QUICK.loss_check_s)
+    turns(first, 3)
+    assert number_of(first, "losses_noticed_total") == 1
+    first.close()
+    second = DetectorService(bus, settings=QUICK)  # it knows nothing of before
+    publish(bus, other.run, started(other.run), *other.steps(0, 29), other.spike(30))
+    publish(bus, story.run, story.spike(30))
+    turns(second)
+    for run in (story.run, other.run):
+        assert kinds(bus, run) == ["incident_opened"]
+    second.close()
+    bus.close()
+
+
+@pytest.mark.parametrize(("what", "told"), [("trimmed", "stream_gap_noticed"), ("ended", None)])
+def test_what_a_runs_own_user_does_to_its_steps_is_noticed_and_harms_no_other(redis_url, story, new_story, what, told):
+    bus, other = RedisBus(redis_url), new_story(run="run-b")
+    key = streams.stream(story.run, "steps")
+    for tale in (story, other):
+        publish(bus, tale.run, started(tale.run), *tale.steps(0, 29))
+    service = DetectorService(bus, settings=QUICK)
+    turns(service)
+    publish(bus, story.run, *story.steps(30, 45))
+    with redis.Redis.from_url(redis_url) as villain:
+        if what == "trimmed":
+            villain.xadd(key, {"m": b"x"}, maxlen=1, approximate=False)
+            publish(bus, story.run, *story.steps(46, 60))
+        else:
+            villain.xadd(key, {"m": b"x"}, id=f"{2**64 - 1}-{2**64 - 1}")
+            with pytest.raises(BusUnavailable, match="exhausted"):
+                publish(bus, story.run, *story.steps(46, 60))
+    publish(bus, other.run, other.spike(30))
+    turns(service, 10)
+    assert kinds(bus, story.run) == ([told] if told else [])
+    assert number_of(service, "rejected_total", stream="steps") == 1
+    assert len(dead_letters(bus, story.run)) == 1
+    assert kinds(bus, other.run) == ["incident_opened"]
+    service.close()
+    bus.close()
+
+
 def test_a_stream_that_lost_its_end_is_noticed_and_read_again(redis_url, story):
     bus = RedisBus(redis_url)
     tale = [started(story.run), *story.steps(0, 29), story.spike(30)]

@@ -116,6 +116,17 @@ class TestStreams:
         assert data_of(rig.bus, streams.stream(other, "steps")) == [b"x", b"y"]
         assert rig.bus.load_checkpoint(other) is not None
 
+    def test_a_stream_whose_last_id_no_clock_made_is_forgotten_and_others_are_kept(self, rig):
+        key, other = rig.new_name(), rig.new_name()
+        rig.bus.append(key, [b"a", b"b"], length_max=10)
+        assert not rig.bus.discard(key, beyond_ms=2**50)
+        assert not rig.bus.discard(other, beyond_ms=0)
+        assert rig.bus.length(key) == 2
+        assert rig.bus.discard(key, beyond_ms=0)
+        assert rig.bus.length(key) == 0 and rig.bus.last_id(key) == START
+        rig.bus.append(key, [b"c"], length_max=10)
+        assert [entry.data for entry in rig.bus.read({key: START}, count=10)[key]] == [b"c"]
+
     def test_trimming_keeps_everything_from_the_id_on(self, rig):
         key = rig.new_name()
         rig.bus.append(key, [b"%d" % number for number in range(1_000)], length_max=MANY)

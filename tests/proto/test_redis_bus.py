@@ -255,41 +255,6 @@ class TestOutage:
         bus.close()
 
 
-class TestRights:
-    """The rules of docs/protocol.md, section "Rights", as Redis ACLs."""
-
-    def test_a_runs_user_appends_to_its_own_streams_and_reads_its_limits_only(self, bus, raw, redis_server):
-        raw.acl_setuser(
-            "trainer-a",
-            enabled=True,
-            reset=True,
-            passwords=[f"+{SECRET}"],
-            commands=["+xadd", "+xread", "+xinfo|stream", "+ping"]
-            if raw.info("server")["redis_version"].startswith("7")
-            else ["+xadd", "+xread", "+xinfo", "+ping"],
-            keys=[streams.REGISTRY, "gradloc:{a}:steps", "gradloc:{a}:limits", "gradloc:{a}:control"],
-        )
-        trainer = RedisBus(f"redis://trainer-a:{SECRET}@127.0.0.1:{redis_server.port}/0")
-        try:
-            trainer.append(streams.stream("a", "steps"), [b"x"], length_max=10)
-            trainer.append(streams.REGISTRY, [b"x"], length_max=10)
-            bus.append(streams.stream("a", "limits"), [b"l"], length_max=10)
-            assert trainer.read({streams.stream("a", "limits"): START}, count=1)
-            for call in (
-                lambda: trainer.append(streams.stream("b", "steps"), [b"x"], length_max=10),
-                lambda: trainer.read({streams.stream("b", "limits"): START}, count=1),
-                lambda: trainer.load_checkpoint("a"),
-                lambda: trainer.acquire_lease("a", "n", ttl_s=60),
-                lambda: trainer.commit(Commit("a", "n", "", "1-0", b"")),
-            ):
-                with pytest.raises(BusUnavailable) as caught:
-                    call()
-                assert SECRET not in str(caught.value)
-        finally:
-            trainer.close()
-            raw.acl_deluser("trainer-a")
-
-
 class TestUrl:
     @pytest.mark.parametrize(
         "url",

@@ -90,6 +90,12 @@ class Bus(Protocol):
     def trim(self, key: str, *, before_id: str) -> None:
         """Forget entries older than `before_id`."""
 
+    def discard(self, key: str, *, beyond_ms: int) -> bool:
+        """Forget a stream, with its last id, whose last id lies beyond that time; says whether it did.
+
+        Such an id was made by no clock, and hardly an id fits after it.
+        """
+
     def shorten(self, key: str, *, length_max: int) -> None:
         """Cut a stream to about `length_max`, oldest first, whatever its writer did."""
 

@@ -82,6 +82,14 @@ class MemoryBus:
             while entries and _number(entries[0].id) < _number(before_id):
                 entries.popleft()
 
+    def discard(self, key: str, *, beyond_ms: int) -> bool:
+        with self._changed:
+            if self._last.get(key, 0) <= beyond_ms:
+                return False
+            del self._last[key]
+            self._streams.pop(key, None)
+            return True
+
     def shorten(self, key: str, *, length_max: int) -> None:
         with self._changed:
             entries = self._streams.get(key, deque())

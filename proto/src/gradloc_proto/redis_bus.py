@@ -30,6 +30,13 @@ _ACQUIRE = (
     "redis.call('SET', KEYS[1], ARGV[1], 'PX', ARGV[2]) return 1 else return 0 end"
 )
 _RELEASE = "if redis.call('GET', KEYS[1]) == ARGV[1] then return redis.call('DEL', KEYS[1]) else return 0 end"
+_DISCARD = (
+    "if redis.call('EXISTS', KEYS[1]) == 0 then return 0 end "
+    "local info = redis.call('XINFO', 'STREAM', KEYS[1]) "
+    "for j = 1, #info, 2 do if info[j] == 'last-generated-id' then "
+    "if tonumber(string.match(info[j + 1], '^%d+')) > tonumber(ARGV[1]) then return redis.call('DEL', KEYS[1]) end "
+    "end end return 0"
+)
 
 
 def display_url(url: str) -> str:
@@ -61,6 +68,7 @@ class RedisBus:
         self._renew = self._redis.register_script(_RENEW)
         self._acquire = self._redis.register_script(_ACQUIRE)
         self._release = self._redis.register_script(_RELEASE)
+        self._discard = self._redis.register_script(_DISCARD)
 
     @contextmanager
     def _errors(self) -> Iterator[None]:
@@ -130,6 +138,10 @@ class RedisBus:
     def trim(self, key: str, *, before_id: str) -> None:
         with self._errors():
             self._redis.xtrim(key, minid=before_id, approximate=True)
+
+    def discard(self, key: str, *, beyond_ms: int) -> bool:
+        with self._errors():
+            return bool(self._discard(keys=[key], args=[beyond_ms]))
 
     def shorten(self, key: str, *, length_max: int) -> None:
         with self._errors():

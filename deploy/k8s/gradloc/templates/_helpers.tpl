@@ -66,16 +66,54 @@ capabilities: {drop: [ALL]}
 {{- end -}}
 {{- end -}}
 
-{{/* The environment that reaches Redis. The password is put in by the kubelet, so no manifest holds it. */}}
+{{/* Redis' rules of a role: those of gradloc_proto.rights, which a test compares. Call with (dict "role" "trainer" "runs" "*"). */}}
+{{- define "gradloc.redisRules" -}}
+resetchannels -@all +ping
+{{- if eq .role "detector" }} +xadd +xtrim +xread +xrevrange +xinfo|stream +xlen +get +set +mget +del +exists +type +persist +pexpire +eval +evalsha +script|load ~gradloc:*
+{{- else if eq .role "reporter" }} +xadd +xread +xrevrange +xinfo|stream +xlen %R~gradloc:* %W~gradloc:{*}:control
+{{- else if eq .role "localizer" }} +xadd %W~gradloc:{*}:findings
+{{- else if eq .role "trainer" }} +xadd +xread +xrevrange +xinfo|stream +xlen %W~gradloc:runs %W~gradloc:{ {{- .runs -}} }:steps %R~gradloc:{ {{- .runs -}} }:limits %R~gradloc:{ {{- .runs -}} }:control
+{{- end }}
+{{- end -}}
+
+{{- define "gradloc.redisRoles" -}}
+{{- range list "detector" "reporter" "localizer" "trainer" }}{{ include "gradloc.redisRules" (dict "role" . "runs" "*") }};{{ end }}
+{{- end -}}
+
+{{- define "gradloc.redisPlace" -}}
+{{ include "gradloc.fullname" . }}-redis.{{ .Release.Namespace }}.svc:6379/0
+{{- if .Values.redis.tls.existingSecret }}?ssl_ca_certs=/etc/gradloc-redis/ca.crt{{ end }}
+{{- end -}}
+
+{{/* The environment that reaches Redis as a role; call with (dict "top" $ "role" "detector"). The kubelet puts the
+     password in, so no manifest holds it. */}}
 {{- define "gradloc.redisEnv" -}}
-{{- if .Values.redis.enabled }}
+{{- $redis := .top.Values.redis }}
+{{- if $redis.enabled }}
 - name: REDIS_PASSWORD
-  valueFrom: {secretKeyRef: {name: {{ include "gradloc.redisSecret" . }}, key: password}}
+  valueFrom: {secretKeyRef: {name: {{ include "gradloc.redisSecret" .top }}, key: {{ .role }}}}
 - name: GRADLOC_REDIS_URL
-  value: redis://:$(REDIS_PASSWORD)@{{ include "gradloc.fullname" . }}-redis:6379/0
+  value: {{ ternary "rediss" "redis" (ne $redis.tls.existingSecret "") }}://{{ .role }}:$(REDIS_PASSWORD)@{{ include "gradloc.redisPlace" .top }}
 {{- else }}
 - name: GRADLOC_REDIS_URL
-  valueFrom: {secretKeyRef: {name: {{ include "gradloc.redisSecret" . }}, key: url}}
+  valueFrom: {secretKeyRef: {name: {{ include "gradloc.redisSecret" .top }}, key: {{ index $redis.external.urlKeys .role }}}}
+{{- end }}
+{{- end -}}
+
+{{- define "gradloc.redisCa" -}}
+{{- ternary .Values.redis.tls.existingSecret .Values.redis.external.caSecret .Values.redis.enabled -}}
+{{- end -}}
+
+{{- define "gradloc.redisMount" -}}
+{{- if include "gradloc.redisCa" . }}
+- {name: redis-ca, mountPath: /etc/gradloc-redis, readOnly: true}
+{{- end }}
+{{- end -}}
+
+{{- define "gradloc.redisVolume" -}}
+{{- with include "gradloc.redisCa" . }}
+- name: redis-ca
+  secret: {secretName: {{ . }}, items: [{key: ca.crt, path: ca.crt}]}
 {{- end }}
 {{- end -}}
 

@@ -25,6 +25,7 @@ from gradloc_proto.messages import RunStarted, Tick
 
 log = logging.getLogger("gradloc.detector")
 
+_CLOCK_AHEAD_S = 86_400.0  # an id of a later time than that was made by no clock
 _CLOCK_MIN_S = 1e9  # entry ids below are no time: they were not made by a clock
 
 
@@ -58,6 +59,7 @@ class _Watch:
     """A known run, and when each of its duties is next due (seconds of the given clock)."""
 
     run: OwnedRun
+    announced: bytes  # what the registry said
     lease_at: float = 0.0
     read_at: float = 0.0
     loss_check_at: float = 0.0
@@ -165,10 +167,7 @@ class DetectorService:
         self._registry_at = now + self._settings.registry_s
         if now >= self._registry_check_at:
             self._registry_check_at = now + self._settings.loss_check_s
-            if _number(self._registry_cursor) > _number(self._bus.last_id(streams.REGISTRY)):
-                log.error("Redis lost the end of the registry of runs; reading it again")
-                self.metrics.losses.inc()
-                self._registry_cursor = START
+            self._check_registry()
         while entries := self._bus.read({streams.REGISTRY: self._registry_cursor}, count=500).get(streams.REGISTRY):
             for entry in entries:
                 self._registry_cursor = entry.id
@@ -183,7 +182,24 @@ class DetectorService:
                     continue
                 if isinstance(message, RunStarted):
                     log.info("run %s", message.run_id)
-                    self._watches[message.run_id] = _Watch(OwnedRun(message.run_id, self._policy, self.metrics))
+                    self._watches[message.run_id] = _Watch(
+                        OwnedRun(message.run_id, self._policy, self.metrics), entry.data
+                    )
+
+    def _check_registry(self) -> None:
+        """Redis may have lost its end; a run's user, who may append to it, may have trimmed or ended it for all."""
+        is_ended = self._bus.discard(streams.REGISTRY, beyond_ms=int((self._clock() + _CLOCK_AHEAD_S) * 1000))
+        is_lost = _number(self._registry_cursor) > _number(self._bus.last_id(streams.REGISTRY))
+        is_cut = self._bus.length(streams.REGISTRY) < min(len(self._watches), streams.REGISTRY_LENGTH_MAX // 2)
+        if not (is_ended or is_lost or is_cut):
+            return
+        what = "had an id after which none fits" if is_ended else "lost its end" if is_lost else "was trimmed"
+        log.error("the registry of runs %s; announcing %d known runs again", what, len(self._watches))
+        self.metrics.losses.inc()
+        # A detector that starts now must find them. Whoever knows a run passes over a further announcement.
+        known = [watch.announced for watch in self._watches.values()]
+        self._bus.append(streams.REGISTRY, known, length_max=streams.REGISTRY_LENGTH_MAX)
+        self._registry_cursor = START
 
     def _is_expired(self, run_id: str, entry_id: str) -> bool:
         """Whether an old announcement is of a run of which nothing is left."""
