@@ -45,7 +45,7 @@ demo: install ## a real GRPO run, a real fault, the culprit named; 6 minutes on 
 	@$(BIN)/gradloc demo
 
 test: install services helm check ## lint, types, import contracts and all tests but the heavy ones; 15 minutes on 2 cores
-	$(BIN)/python -m pytest tests -m "not full"
+	$(BIN)/python -m pytest tests -m "not full" -n auto --dist loadfile
 
 test-full: install services helm smollm check ## everything, heavy proofs too
 	$(BIN)/python -m pytest tests
