@@ -26,7 +26,16 @@ TOKENS = Tokens(
         digest(VISION): Viewer("vision", "operate", frozenset({"vision"})),
     }
 )
-WISHES = {"acknowledge": {"by": "ada"}, "comments": {"by": "ada", "text": "seen"}, "relocalize": {"by": "ada"}}
+WISHES = {
+    "acknowledge": {"by": "ada"},
+    "comments": {"by": "ada", "text": "seen"},
+    "relocalize": {"by": "ada"},
+    "resolve": {"by": "ada", "reason": "row removed"},
+    "reopen": {"by": "ada"},
+    "pin": {"by": "ada", "pinned": True},
+}
+RUN_WISHES = {"overrides": {"by": "ada", "name": "sensitivity", "value": 2.0}}
+SILENCE = {"by": "ada", "matchers": [{"name": "run", "value": "*"}], "hours": 1}
 
 
 def bearer(token: str) -> dict[str, str]:
@@ -124,15 +133,16 @@ def test_a_team_sees_nothing_of_another_on_any_endpoint(kit: Any, bus: MemoryBus
     assert seen == [one["run_id"] for one in kit.ask(f"{url}/api/v1/runs", headers=mine).json["runs"]] == ["vision-run"]
     assert kit.ask(f"{everything}&run=rl-run", headers=mine).json["incidents"] == []
     described = [path for path in kit.ask(f"{url}/api/v1/openapi.json", headers=mine).json["paths"] if "{" in path]
+    described = [path for path in described if "silence" not in path]  # below
     asked = 0
     for other in ("rl", ""):
         pages = [f"/runs/{runs[other].run_id}", f"/incidents/{incidents[other]}"]
         for path in pages + [path.format(run=runs[other].run_id, incident=incidents[other]) for path in described]:
-            body = WISHES.get(path.rsplit("/", 1)[-1])
+            body = (WISHES | RUN_WISHES).get(path.rsplit("/", 1)[-1])
             answer = kit.ask(url + path, "GET" if body is None else "POST", body, mine)
             assert answer.status == 404 and "640" not in answer.text, path
             asked += 1
-    assert asked >= 16
+    assert asked >= 30
     home = kit.ask(url, headers=mine).text
     assert "vision-run" in home and "rl-run" not in home and "no-team" not in home
     events = kit.ask(f"{url}/api/v1/incidents/{incidents['rl']}", headers=bearer(READER)).json["events"]

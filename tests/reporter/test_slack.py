@@ -18,7 +18,7 @@ from gradloc_proto import messages as m
 from gradloc_proto.memory_bus import MemoryBus
 from gradloc_reporter import Reporter, SlackSettings
 from gradloc_reporter.slack.client import SlackChannel, SlackUnreachable
-from gradloc_reporter.store import slack_messages as ledger
+from gradloc_reporter.store import deliveries as ledger
 from gradloc_reporter.store.engine import Database
 
 CHANNEL = "C0GRADLOC01"
@@ -218,7 +218,7 @@ def test_a_crash_between_post_and_record_leaves_one_message(
     database = Database(database_url)
     door = SlackChannel(token=TOKEN, channel=CHANNEL, base_url=slack.url)
     with database.writing() as session:
-        ledger.intend(session, opened.incident_id, channel=CHANNEL, now=time.time())
+        ledger.intend(session, opened.incident_id, receiver=CHANNEL, now=time.time())
     database.close()
     from gradloc_reporter.slack.client import SlackMessage
 

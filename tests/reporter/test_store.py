@@ -41,7 +41,7 @@ def contents(database: Database) -> dict[str, list[str]]:
     found = {}
     with database.reading() as session:
         for table in Base.metadata.sorted_tables:
-            names = [column.name for column in table.columns if column.name not in ("number", "revision")]
+            names = [column.name for column in table.columns if column.name not in ("number", "revision", "made_at")]
             rows = session.execute(select(*(table.c[name] for name in names))).all()
             found[table.name] = sorted(repr(dict(zip(names, row, strict=True))) for row in rows)
     return found

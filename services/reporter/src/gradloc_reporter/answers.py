@@ -6,12 +6,13 @@ every strict JSON parser accepts every answer. Knows nothing of HTTP or tables.
 
 from typing import Annotated, Literal
 
-from pydantic import Field, StringConstraints
+from pydantic import ConfigDict, Field, JsonValue, Strict, StrictBool, StringConstraints
 
-from gradloc_proto.messages import Finding, Part, ShortText, Spike
+from gradloc_proto.messages import Finding, Part, Spike
 
 Status = Literal["open", "localizing", "located", "failed", "resolved"]
-By = Annotated[str, StringConstraints(strip_whitespace=True, min_length=1, max_length=60)]
+# What the detector takes; gradloc_detector.policy has the last word.
+SENSITIVITY_MIN, SENSITIVITY_MAX = 0.1, 1000.0
 
 
 class RunAnswer(Part):
@@ -52,6 +53,7 @@ class StepPoint(Part):
     loss: float | None
     reward_mean: float | None
     ratio_max: float | None
+    ratio_min: float | None
     decision: str
     rules_hit: tuple[str, ...]
 
@@ -61,6 +63,18 @@ class StepsAnswer(Part):
     num_steps: int
     downsampled: bool
     points: tuple[StepPoint, ...]
+
+
+class SeriesRow(Part):
+    step: int
+    time_ms: float
+    value: float | None
+
+
+class SeriesAnswer(Part):
+    run_id: str
+    name: str
+    rows: tuple[SeriesRow, ...]
 
 
 class IncidentAnswer(Part):
@@ -93,6 +107,30 @@ class IncidentAnswer(Part):
 class IncidentsAnswer(Part):
     incidents: tuple[IncidentAnswer, ...]
     next_cursor: str | None
+
+
+class FingerprintAnswer(Part):
+    """By what an incident is known again, and how often it was seen, this incident included."""
+
+    kind: Literal["token", "source", "layer", "cause"]
+    value: str
+    num_incidents: int
+    num_runs: int
+    first_seen: float | None
+
+
+class SimilarIncident(Part):
+    shared: str
+    incident: IncidentAnswer
+
+
+class SimilarAnswer(Part):
+    """`came_back_after` names an incident of the same token, source or layer that was over before: a regression."""
+
+    incident_id: str
+    came_back_after: str | None
+    fingerprints: tuple[FingerprintAnswer, ...]
+    incidents: tuple[SimilarIncident, ...]
 
 
 class SpikeAnswer(Part):
@@ -151,9 +189,27 @@ class Problem(Part):
     what_to_do: str
 
 
-class RelocalizeWish(Part):
+# --- wishes ------------------------------------------------------------------------------------
+
+RequestId = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9._-]{1,128}$")]
+Remark = Annotated[str, StringConstraints(max_length=512, pattern=r"^[^\x00]*$")]
+# Something that prints is in it; what surrounds it is left as it is.
+By = Annotated[str, StringConstraints(max_length=60, pattern=r"^[^\x00]*[!-~\u00a1-\uffff][^\x00]*$")]
+
+
+def _example(**values: JsonValue) -> ConfigDict:
+    return ConfigDict(json_schema_extra={"examples": [values]})
+
+
+class Wish(Part):
+    """What every wish says: who."""
+
     by: By
-    request_id: Annotated[str, Field(min_length=1, max_length=128)] | None = None
+
+
+class RelocalizeWish(Wish):
+    model_config = _example(by="ada", request_id="after-restart-1")
+    request_id: RequestId | None = None
 
 
 class RelocalizeAnswer(Part):
@@ -161,15 +217,120 @@ class RelocalizeAnswer(Part):
     request_id: str
 
 
-class Acknowledgement(Part):
-    by: By
+class Acknowledgement(Wish):
+    model_config = _example(by="ada")
 
 
-class Comment(Part):
-    by: By
-    text: Annotated[ShortText, StringConstraints(strip_whitespace=True, min_length=1)]
+class Reasoned(Wish):
+    """A wish with a reason, which the log keeps."""
+
+    model_config = _example(by="ada", reason="bad batch, row removed from the data set")
+    reason: Remark = ""
+
+
+class Pin(Wish):
+    model_config = _example(by="ada", pinned=True)
+    pinned: StrictBool = True
+
+
+class Comment(Wish):
+    model_config = _example(by="ada", text="the same prompt as on Monday")
+    text: Annotated[str, StringConstraints(max_length=512, pattern=r"^[^\x00]*[!-~\u00a1-\uffff][^\x00]*$")]
 
 
 class CommentAnswer(Part):
     incident_id: str
     events: tuple[EventAnswer, ...]
+
+
+class Override(Wish):
+    """`value` null takes the override back."""
+
+    model_config = _example(by="ada", name="sensitivity", value=2.0)
+    name: Literal["sensitivity"]
+    value: Annotated[float, Strict(), Field(ge=SENSITIVITY_MIN, le=SENSITIVITY_MAX, allow_inf_nan=False)] | None
+    request_id: RequestId | None = None
+
+
+class WishAnswer(Part):
+    """The wish went out; it comes back as a fact of the run."""
+
+    run_id: str
+    request_id: str
+
+
+# --- silences ----------------------------------------------------------------------------------
+
+
+class Matcher(Part):
+    """`name` is run, severity, verdict, cause or a label of the run; in `value` a * stands for anything."""
+
+    name: Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_.-]{0,63}$")]
+    op: Literal["=", "!="] = "="
+    value: Annotated[str, StringConstraints(max_length=200, pattern=r"^[^\x00]*$")]
+
+
+class SilenceWish(Wish):
+    model_config = _example(
+        by="ada", matchers=[{"name": "run", "op": "=", "value": "qwen3-4b-grpo"}], hours=8, reason="known"
+    )
+    matchers: Annotated[tuple[Matcher, ...], Field(min_length=1, max_length=16)]
+    hours: Annotated[float, Strict(), Field(gt=0, le=24 * 31, allow_inf_nan=False)]
+    reason: Remark = ""
+
+
+class SilenceAnswer(Part):
+    silence_id: str
+    matchers: tuple[Matcher, ...]
+    starts_at: float
+    ends_at: float
+    created_by: str
+    reason: str
+    active: bool
+
+
+class SilencesAnswer(Part):
+    silences: tuple[SilenceAnswer, ...]
+
+
+# --- attribution -------------------------------------------------------------------------------
+
+Axis = Literal["rank", "micro-batch", "sequence", "token", "layer"]
+
+
+class ShareAnswer(Part):
+    """One place on the axis. `rank` and so on are null where the axis adds over them."""
+
+    rank: int | None = None
+    micro_batch: int | None = None
+    sequence: int | None = None
+    token: int | None = None
+    layer: str | None = None
+    share: float
+
+
+class AttributionAnswer(Part):
+    """Shares of the squared norm, the largest first; tokens and layers are those of the culprit's sequence."""
+
+    incident_id: str
+    axis: Axis
+    shares: tuple[ShareAnswer, ...]
+    num_places: int
+
+
+# --- audit -------------------------------------------------------------------------------------
+
+
+class AuditEntry(Part):
+    """One thing that somebody did."""
+
+    ts: float
+    kind: str
+    run_id: str | None
+    incident_id: str | None
+    text: str
+
+
+class AuditAnswer(Part):
+    entries: tuple[AuditEntry, ...]
+    next_cursor: str | None

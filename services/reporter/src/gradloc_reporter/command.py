@@ -38,6 +38,13 @@ BAD_INPUT = 2
 @click.option(
     "--tokens", "tokens_file", envvar="GRADLOC_TOKENS_FILE", metavar="FILE", help="Bearer tokens that may ask (TOML)."
 )
+@click.option(
+    "--rate-limit",
+    default=50.0,
+    show_default=True,
+    metavar="N",
+    help="REST requests a second of one token or address; 0: as many as come.",
+)
 @click.option("--redact-tokens", is_flag=True, help="Show no text of prompts and answers, here or in Slack.")
 def reporter(
     redis_url: str | None,
@@ -48,6 +55,7 @@ def reporter(
     slack_base_url: str,
     public_url: str | None,
     tokens_file: str | None,
+    rate_limit: float,
     redact_tokens: bool,
 ) -> None:
     """Keep incidents and findings; serve REST, a web page, Prometheus and Slack.
@@ -68,6 +76,7 @@ def reporter(
             public_url=public_url,
             redact_tokens=redact_tokens,
             slack=slack,
+            rate_limit_per_s=rate_limit or None,
             tokens=None if tokens_file is None else _tokens(Path(tokens_file)),
         )
         if not redis_url:

@@ -56,7 +56,9 @@ class Consumer:
         *,
         on_commit: Callable[[], None] = lambda: None,
         monotonic: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = time.time,
     ) -> None:
+        self._clock = clock
         self._bus = bus
         self._database = database
         self._on_commit = on_commit
@@ -138,8 +140,8 @@ class Consumer:
             if cursor == START:
                 continue
             last_id = self._bus.last_id(key)
-            if last_id == START and run_id is not None and self._is_over(run_id):
-                continue  # its keys have expired, as those of all runs do that are over
+            if last_id == START and run_id is not None and (self._is_over(run_id) or self._is_silent(run_id)):
+                continue  # its keys have expired, as those of all runs do that are over or silent
             if _order(cursor) > _order(last_id):
                 log.warning("stream %s ends before what was read of it: data was lost; reading it from the start", key)
                 self.consumption.rewound[name] += 1
@@ -150,6 +152,14 @@ class Consumer:
     def _is_over(self, run_id: str) -> bool:
         with self._database.reading() as session:
             return is_over(session, run_id)
+
+    def _is_silent(self, run_id: str) -> bool:
+        """Whether everything of the run is gone and the newest of it was old enough for that."""
+        assert self._cursors is not None
+        keys = [streams.stream(run_id, name) for name in streams.STREAM_NAMES]
+        newest_s = max(_order(self._cursors.get(key, START))[0] for key in keys) / 1000
+        silent = self._clock() - newest_s > streams.REST_AFTER_SILENCE_S
+        return silent and all(self._bus.last_id(key) == START for key in keys)
 
     def _commit(self, batches: dict[str, list[Entry]], keys: dict[str, _Place]) -> None:
         assert self._cursors is not None
@@ -185,7 +195,7 @@ class Consumer:
     def _write(self, moves: dict[str, tuple[str, str]], messages: list[_Placed]) -> None:
         with self._database.writing() as session:
             move_cursors(session, moves)
-            fold = Fold(session)
+            fold = Fold(session, clock=self._clock)
             for _, _, message in messages:
                 fold.apply(message)
             fold.finish()
@@ -197,7 +207,7 @@ class Consumer:
             for key, name, message in messages:
                 try:
                     with session.begin_nested():
-                        fold = Fold(session)
+                        fold = Fold(session, clock=self._clock)
                         fold.apply(message)
                         fold.finish()
                 except OperationalError:

@@ -21,9 +21,12 @@ def kept(values: Sequence[float], max_points: int) -> list[int]:
     chosen = {0, count - 1}
     for bucket in range(num_buckets):
         first, end = bucket * count // num_buckets, (bucket + 1) * count // num_buckets
-        indices = range(first, end)
-        chosen.add(max(indices, key=lambda index: _height(values[index])))
-        chosen.add(min(indices, key=lambda index: _height(values[index])))
+        heights = values[first:end]
+        if not math.isfinite(sum(heights)):  # something is not finite, or the sum overflowed
+            heights = [_height(value) for value in heights]
+        # max, min and index run at C's speed; a key function would not.
+        chosen.add(first + heights.index(max(heights)))
+        chosen.add(first + heights.index(min(heights)))
     return sorted(chosen)
 
 

@@ -34,6 +34,23 @@ def event_text(kind: str, detail: dict[str, object]) -> str:
             return f"Acknowledged by {said('by', 60)}"
         case "commented":
             return f"{said('by', 60)}: {said('text', 2000)}"
+        case "closed":
+            return f"Resolved by {said('by', 60)}" + (f": {said('reason')}" if detail.get("reason") else "")
+        case "reopened":
+            return f"Opened again by {said('by', 60)}" + (f": {said('reason')}" if detail.get("reason") else "")
+        case "pinned":
+            return f"Snapshots pinned by {said('by', 60)}"
+        case "unpinned":
+            return f"Snapshots unpinned by {said('by', 60)}"
+        case "snapshot_removed":
+            return f"Snapshot of step {said('step')} removed: {said('reason')}"
+        case "override_set":
+            value = "back to its default" if detail.get("value") is None else f"to {said('value')}"
+            return f"{said('by', 60)} set {said('name', 60)} {value}"
+        case "silence_created":
+            return f"Silence by {said('by', 60)}: {said('matchers')}"
+        case "silence_ended":
+            return f"Silence ended by {said('by', 60)}: {said('matchers')}"
         case "stream_gap_noticed":
             return f"Steps {said('first_step')} to {said('last_step')} never arrived: {said('reason')}"
         case _:

@@ -28,6 +28,7 @@ from gradloc_reporter.store.engine import Database
 from gradloc_reporter.store.queries import Queries
 from gradloc_reporter.web.application import application
 from gradloc_reporter.web.backend import Backend
+from gradloc_reporter.web.live import Live
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +55,7 @@ class Reporter:
         self.url = f"http://{host}:{self._socket.getsockname()[1]}"
         self._public_url = (settings.public_url or self.url).rstrip("/")
         queries = Queries(page_url=self._page_url, hide_text=settings.redact_tokens)
-        self._consumer = Consumer(bus, self._database, on_commit=self._notice)
+        self._consumer = Consumer(bus, self._database, on_commit=self._notice, clock=clock)
         self._announcer = _announcer(self._database, queries, settings, clock)
         self._metrics = ReporterMetrics(
             self._database,
@@ -73,10 +74,12 @@ class Reporter:
             trouble=self.trouble,
             metrics=self._metrics.exposition,
             on_change=self._notice,
+            rate_limit_per_s=settings.rate_limit_per_s,
         )
+        self._live = Live(backend)
         self._server = uvicorn.Server(
             uvicorn.Config(
-                application(backend),
+                application(backend, self._live),
                 log_config=None,
                 access_log=False,
                 server_header=False,
@@ -106,6 +109,7 @@ class Reporter:
         self._consumer.stop()
         if self._announcer is not None:
             self._announcer.stop()
+        self._live.close()
         self._server.should_exit = True
         for thread in self._threads:
             thread.join(STOP_S)
@@ -135,6 +139,7 @@ class Reporter:
         return f"{self._public_url}/incidents/{quote(incident_id, safe='')}"
 
     def _notice(self) -> None:
+        self._live.poke()
         if self._announcer is not None:
             self._announcer.notice()
 

@@ -1,5 +1,6 @@
 """What a reporter is told at start. Checked here once; no other module reads the environment."""
 
+import math
 import re
 from dataclasses import dataclass, field
 from urllib.parse import urlsplit
@@ -34,10 +35,13 @@ class Settings:
     redact_tokens: bool = False
     slack: SlackSettings | None = None
     tokens: Tokens | None = None  # None: everybody may read and operate
+    rate_limit_per_s: float | None = 50.0  # REST requests a second of one token or address; None: as many as come
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65_535:
             raise ValueError(f"port {self.port} is not a port; expected 0 to 65535")
+        if self.rate_limit_per_s is not None and not 0 < self.rate_limit_per_s < math.inf:
+            raise ValueError("--rate-limit must be a number above 0; leave it out for no limit")
         if self.public_url is not None:
             _check_url("--public-url", self.public_url)
         if self.slack is not None:

@@ -36,6 +36,7 @@ class Story:
     resolved_step: int | None = None
     resolved_reason: str | None = None
     acknowledged_by: str | None = None
+    closed_by: str | None = None  # a person who said that it is over
     url: str | None = None
 
 
@@ -86,14 +87,14 @@ def redacted(finding: Finding) -> Finding:
 # --- the telling -------------------------------------------------------------------------------
 
 
-def tell(story: Story) -> Telling:
+def tell(story: Story, *, with_link: bool = True) -> Telling:
     """Everything to say of an incident as it stands."""
     step = _step_of(story)
     headline = f"Spike · run {story.run_id}" + ("" if step is None else f" · step {step:,}")
     lines: list[Line] = []
     if story.finding is not None:
         lines = _finding_lines(story.finding, _limit_of(story))
-    return Telling(headline, _figures(story), tuple(lines), status_text(story), story.url)
+    return Telling(headline, _figures(story), tuple(lines), status_text(story), story.url if with_link else None)
 
 
 def culprit_in_short(finding: Finding | None) -> str:
@@ -133,7 +134,8 @@ def status_text(story: Story) -> str:
     if story.status == "resolved":
         where = "" if story.resolved_step is None else f" at step {story.resolved_step:,}"
         why = f": {visible(story.resolved_reason, FREE_TEXT_MAX)}" if story.resolved_reason else ""
-        parts.append(f"Resolved{where}{why}")
+        who = f" by {visible(story.closed_by, 60)}" if story.closed_by else ""
+        parts.append(f"Resolved{who}{where}{why}")
     if story.localizing:
         stage = "" if not story.stage else f": {visible(story.stage, 80)}"
         done = "" if story.fraction is None else f", {round(100 * min(max(story.fraction, 0.0), 1.0))} %"

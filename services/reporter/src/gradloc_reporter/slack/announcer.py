@@ -24,7 +24,7 @@ from gradloc_reporter.slack.client import (
     SlackWebhook,
 )
 from gradloc_reporter.store import DBAPIError
-from gradloc_reporter.store import slack_messages as ledger
+from gradloc_reporter.store import deliveries as ledger
 from gradloc_reporter.store.engine import Database
 from gradloc_reporter.store.queries import Queries
 from gradloc_reporter.text import tell
@@ -105,7 +105,7 @@ class Announcer:
     def announce_once(self) -> bool:
         """Tell everything that is due now; says whether there was anything to do."""
         with self._database.reading() as session:
-            batch = ledger.due(session, channel=self.channel, now=self._clock(), limit=BATCH_MAX)
+            batch = ledger.due(session, receiver=self.channel, now=self._clock(), limit=BATCH_MAX)
         for item in batch:
             if self._stopping.is_set():
                 return False
@@ -114,7 +114,7 @@ class Announcer:
             except SlackMessageRefused as error:
                 log.error("Slack does not take the message of incident %s: %s", item.incident_id, error)
                 with self._database.writing() as session:
-                    ledger.gone(session, item.incident_id)
+                    ledger.gone(session, item.incident_id, receiver=self.channel)
         return bool(batch)
 
     def _tell(self, due: ledger.Due) -> None:
@@ -124,12 +124,12 @@ class Announcer:
             self._tell_webhook(self._door, due)
 
     def _tell_channel(self, door: SlackChannel, due: ledger.Due) -> None:
-        if due.state == "posted" and due.slack_ts is not None:
-            self._edit(door, due, due.slack_ts)
+        if due.state == "posted" and due.reference is not None:
+            self._edit(door, due, due.reference)
             return
         if due.state is None:
             with self._database.writing() as session:
-                ledger.intend(session, due.incident_id, channel=door.channel, now=self._clock())
+                ledger.intend(session, due.incident_id, receiver=self.channel, now=self._clock())
         else:
             known = self._reconcile(door, due)
             if known is not None:
@@ -139,7 +139,9 @@ class Announcer:
         self._pace()
         ts = door.post(due.incident_id, message)
         with self._database.writing() as session:
-            ledger.told(session, due.incident_id, slack_ts=ts, revision=due.revision, status=due.status)
+            ledger.told(
+                session, due.incident_id, receiver=self.channel, reference=ts, revision=due.revision, status=due.status
+            )
 
     def _reconcile(self, door: SlackChannel, due: ledger.Due) -> str | None:
         """The message of an earlier try, if there is one; doubles are removed."""
@@ -166,22 +168,26 @@ class Announcer:
         except SlackMessageGone:
             log.info("the Slack message of incident %s was deleted; saying no more of it", due.incident_id)
             with self._database.writing() as session:
-                ledger.gone(session, due.incident_id)
+                ledger.gone(session, due.incident_id, receiver=self.channel)
             return
         with self._database.writing() as session:
-            ledger.told(session, due.incident_id, slack_ts=ts, revision=due.revision, status=due.status)
+            ledger.told(
+                session, due.incident_id, receiver=self.channel, reference=ts, revision=due.revision, status=due.status
+            )
 
     def _tell_webhook(self, door: SlackWebhook, due: ledger.Due) -> None:
         message, located = self._message(due)
         told = "located" if located else "opened"
         if due.state is None:
             with self._database.writing() as session:
-                ledger.intend(session, due.incident_id, channel=WEBHOOK, now=self._clock())
+                ledger.intend(session, due.incident_id, receiver=self.channel, now=self._clock())
         if due.state != "posted" or told != due.told_status:
             self._pace()
             door.post(message)
         with self._database.writing() as session:
-            ledger.told(session, due.incident_id, slack_ts=None, revision=due.revision, status=told)
+            ledger.told(
+                session, due.incident_id, receiver=self.channel, reference=None, revision=due.revision, status=told
+            )
 
     def _message(self, due: ledger.Due) -> tuple[SlackMessage, bool]:
         """What to say now, and whether the culprit is known. May be newer than `due`: that costs one more edit."""

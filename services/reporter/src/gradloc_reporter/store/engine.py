@@ -55,6 +55,12 @@ class Database:
             yield session
 
     @contextmanager
+    def rows(self) -> Iterator[Connection]:
+        """The same without the ORM: for answers that are ready-made, which a Session would cost twice."""
+        with self._engine.connect() as connection:
+            yield connection
+
+    @contextmanager
     def writing(self) -> Iterator[Session]:
         """One transaction: committed when the block ends, rolled back when it raises."""
         with self._engine.connect().execution_options(**{_WRITES: True}) as connection, Session(connection) as session:

@@ -4,11 +4,14 @@ Knows which stream may carry which message, because rights are given by stream: 
 run's steps must not be able to write its findings.
 """
 
+import time
+from collections.abc import Callable
+
 from sqlalchemy.orm import Session
 
 from gradloc_proto import messages as m
 from gradloc_proto.streams import StreamName
-from gradloc_reporter.store import incident_facts, run_facts
+from gradloc_reporter.store import incident_facts, run_facts, summaries
 
 ALLOWED: dict[StreamName, tuple[type[m.Message], ...]] = {
     "steps": (m.RunStarted, m.StepObserved, m.SnapshotCommitted, m.SnapshotFailed, m.RunEnded),
@@ -22,11 +25,16 @@ ALLOWED: dict[StreamName, tuple[type[m.Message], ...]] = {
 class Fold:
     """Applies messages; `finish` writes what was gathered for one insert."""
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: Session, *, clock: Callable[[], float] = time.time) -> None:
         self._session = session
+        self._clock = clock
         self._steps: list[m.StepObserved] = []
+        self._incidents: set[str] = set()
 
     def apply(self, message: m.Message) -> None:
+        incident_id = getattr(message, "incident_id", None)
+        if incident_id is not None:
+            self._incidents.add(incident_id)
         match message:
             case m.StepObserved():
                 self._steps.append(message)
@@ -52,7 +60,9 @@ class Fold:
                 incident_facts.job_reported(self._session, message)
             case m.RelocalizeRequested():
                 incident_facts.relocalize_requested(self._session, message)
-            case m.SnapshotRequested() | m.OverrideSet() | m.Tick():
+            case m.OverrideSet():
+                run_facts.override_set(self._session, message)
+            case m.SnapshotRequested() | m.Tick():
                 pass  # wishes to others and their clock: nothing of ours
             case _:
                 raise AssertionError(type(message).__name__)
@@ -61,3 +71,5 @@ class Fold:
         run_facts.steps_observed(self._session, self._steps)
         self._steps = []
         self._session.flush()
+        summaries.refresh(self._session, self._incidents, now=self._clock())
+        self._incidents = set()

@@ -105,12 +105,15 @@ def spike_told(session: Session, message: IncidentOpened | IncidentJoined | Inci
         _changed(incident, message.ts)
     if not new:
         return
+    incident.last_spike_at = max(incident.last_spike_at or message.ts, message.ts)
     incident.num_spikes += 1
     incident.first_step = spike.step if incident.first_step is None else min(incident.first_step, spike.step)
     incident.last_step = spike.step if incident.last_step is None else max(incident.last_step, spike.step)
     known = incident.worst_spike_json
     if known is None or badness(spike) > badness(Spike.model_validate_json(known)):
         incident.worst_spike_json = spike.model_dump_json()
+    if incident.closed_at is not None:
+        refresh_status(session, incident)
 
 
 def badness(spike: Spike) -> tuple[float, float, int, str]:
@@ -202,7 +205,7 @@ def relocalize_requested(session: Session, message: RelocalizeRequested) -> None
 def refresh_status(session: Session, incident: IncidentRow) -> None:
     """Status from facts alone: open, localizing, located, failed or resolved."""
     session.flush()
-    if incident.resolved_at is not None:
+    if is_over(incident):
         incident.status = "resolved"
         return
     newest = session.get(FindingRow, (incident.incident_id, incident.localization_attempt))
@@ -212,6 +215,15 @@ def refresh_status(session: Session, incident: IncidentRow) -> None:
         incident.status = "located"
     else:
         incident.status = "open" if newest is None else "failed"
+
+
+def is_over(incident: IncidentRow) -> bool:
+    """Resolved by the detector, or closed by a person and calm since; unless a person opened it again."""
+    reopened_at = -math.inf if incident.reopened_at is None else incident.reopened_at
+    if incident.resolved_at is not None and incident.resolved_at > reopened_at:
+        return True
+    last_spike_at = -math.inf if incident.last_spike_at is None else incident.last_spike_at
+    return incident.closed_at is not None and incident.closed_at > max(reopened_at, last_spike_at)
 
 
 def _finding_row(session: Session, incident_id: str, attempt: int) -> FindingRow:

@@ -4,12 +4,17 @@ Every function gives the same rows whatever the order and however often the mess
 """
 
 import json
+import math
+from collections.abc import Mapping
 from typing import Any
 
+import orjson
+from sqlalchemy import delete, func, select
 from sqlalchemy.orm import Session
 
 from gradloc_proto.messages import (
     LimitsChanged,
+    OverrideSet,
     RunEnded,
     RunStarted,
     SnapshotCommitted,
@@ -18,7 +23,7 @@ from gradloc_proto.messages import (
     StreamGapNoticed,
 )
 from gradloc_reporter.store.rows import get_or_insert, insert_if_new, insert_new
-from gradloc_reporter.store.tables import EventRow, RunRow, SnapshotRow, StepRow
+from gradloc_reporter.store.tables import EventRow, LayerWindowRow, RunRow, SnapshotRow, StepRow
 
 
 def run_row(session: Session, run_id: str) -> RunRow:
@@ -63,21 +68,101 @@ def limits_changed(session: Session, message: LimitsChanged) -> None:
 def steps_observed(session: Session, messages: list[StepObserved]) -> None:
     """Many steps at once: one insert, and one update of each run's last step."""
     insert_new(session, StepRow, [_step_values(message) for message in messages])
+    layers_observed(session, messages)
     newest: dict[str, StepObserved] = {}
+    num_dropped: dict[str, int] = {}
     for message in messages:
+        num_dropped[message.run_id] = max(num_dropped.get(message.run_id, 0), message.num_events_dropped)
         known = newest.get(message.run_id)
         if known is None or (message.attempt, message.step) > (known.attempt, known.step):
             newest[message.run_id] = message
     for run_id, message in newest.items():
         run = run_row(session, run_id)
-        dropped = max(each.num_events_dropped for each in messages if each.run_id == run_id)
-        run.num_events_dropped = max(run.num_events_dropped, dropped)
+        run.num_events_dropped = max(run.num_events_dropped, num_dropped[run_id])
         if run.last_step is None or (message.attempt, message.step) > (run.last_attempt, run.last_step):
             run.last_attempt = message.attempt
             run.last_step = message.step
             run.last_step_at = message.ts
             run.last_norm = message.grad_norm
             run.last_limit = message.limit
+
+
+def layers_observed(session: Session, messages: list[StepObserved]) -> None:
+    """The greatest norm of each layer in windows of steps; windows double when there are too many."""
+    by_run: dict[str, list[StepObserved]] = {}
+    for message in messages:
+        if message.layer_norms:
+            by_run.setdefault(message.run_id, []).append(message)
+    for run_id, observed in sorted(by_run.items()):
+        _widen(session, run_id, max(each.step for each in observed))
+        width = session.scalar(select(func.max(LayerWindowRow.width)).where(LayerWindowRow.run_id == run_id))
+        width = width or layer_window_width(max(each.step for each in observed))
+        greatest: dict[int, dict[str, float]] = {}
+        for each in observed:
+            _merge(greatest.setdefault(each.step // width * width, {}), each.layer_norms)
+        _write_windows(session, run_id, width, greatest)
+
+
+LAYER_WINDOWS_MAX = 256  # columns of the run's heat map
+
+
+def layer_window_width(last_step: int) -> int:
+    """The power of two that shows steps 0 to `last_step` in at most LAYER_WINDOWS_MAX windows."""
+    width = 1
+    while last_step // width >= LAYER_WINDOWS_MAX:
+        width *= 2
+    return width
+
+
+def _widen(session: Session, run_id: str, last_step: int) -> None:
+    mine = LayerWindowRow.run_id == run_id
+    width = layer_window_width(last_step)
+    known = session.scalar(select(func.max(LayerWindowRow.width)).where(mine))
+    if known is None or known >= width:
+        return
+    merged: dict[int, dict[str, float]] = {}
+    for row in session.scalars(select(LayerWindowRow).where(mine)).all():
+        _merge(merged.setdefault(row.first_step // width * width, {}), _of_wire(row.norms_json))
+    session.execute(delete(LayerWindowRow).where(mine))
+    session.expire_all()
+    _write_windows(session, run_id, width, merged)
+
+
+def _write_windows(session: Session, run_id: str, width: int, windows: dict[int, dict[str, float]]) -> None:
+    mine = (LayerWindowRow.run_id == run_id, LayerWindowRow.first_step.in_(windows))
+    known = {row.first_step: row for row in session.scalars(select(LayerWindowRow).where(*mine))}
+    new = []
+    for first_step, norms in sorted(windows.items()):
+        row = known.get(first_step)
+        if row is None:
+            new.append({"run_id": run_id, "first_step": first_step, "width": width, "norms_json": _to_wire(norms)})
+        else:
+            before = _of_wire(row.norms_json)
+            _merge(norms, before)
+            row.norms_json = _to_wire(norms)
+    insert_new(session, LayerWindowRow, new)
+    session.flush()
+
+
+def _merge(into: dict[str, float], norms: Mapping[str, float]) -> None:
+    """The greater of both; what is not finite is greater than everything, NaN greatest of all."""
+    if not into:
+        into.update(norms)
+        return
+    for name, value in norms.items():
+        known = into.get(name)
+        if known is None or value > known or (value != value and known == known):
+            into[name] = value
+
+
+def _to_wire(norms: dict[str, float]) -> str:
+    if not math.isfinite(sum(norms.values())):  # rare: JSON has no word for them, so they become strings
+        return json.dumps({key: v if math.isfinite(v) else str(v) for key, v in sorted(norms.items())})
+    return orjson.dumps(norms, option=orjson.OPT_SORT_KEYS).decode()
+
+
+def _of_wire(text: str) -> dict[str, float]:
+    return {name: float(value) for name, value in orjson.loads(text).items()}
 
 
 def _step_values(message: StepObserved) -> dict[str, Any]:
@@ -126,6 +211,12 @@ def snapshot_told(session: Session, message: SnapshotCommitted | SnapshotFailed)
 
 def gap_noticed(session: Session, message: StreamGapNoticed) -> None:
     detail = {"first_step": message.first_step, "last_step": message.last_step, "reason": message.reason}
+    add_event(session, message.key(), message.run_id, None, message.ts, message.type, detail)
+
+
+def override_set(session: Session, message: OverrideSet) -> None:
+    value = None if message.value is None else float(f"{message.value:.4g}")
+    detail = {"by": message.by, "name": message.name, "value": None if value is None else repr(value)}
     add_event(session, message.key(), message.run_id, None, message.ts, message.type, detail)
 
 

@@ -79,6 +79,7 @@ class RunRow(Base):
     healthy_norm: Mapped[float | None]
     norm_limit: Mapped[float | None]
     num_events_dropped: Mapped[int] = mapped_column(default=0)
+    thinned_to: Mapped[int] = mapped_column(default=0)  # steps before this one are kept as extremes only
 
 
 class StepRow(Base):
@@ -120,6 +121,7 @@ class SnapshotRow(Base):
     num_bytes: Mapped[int | None]
     weights: Mapped[str | None]
     failure: Mapped[str | None]
+    removed_at: Mapped[float | None]  # by our retention; the row stays
 
     __table_args__ = (Index("ix_snapshots_step", "run_id", "attempt", "step"),)
 
@@ -151,11 +153,18 @@ class IncidentRow(Base):
     acknowledged_at: Mapped[float | None]
     acknowledged_by: Mapped[str | None]
     revision: Mapped[int] = mapped_column(default=0)
+    last_spike_at: Mapped[float | None]
+    closed_at: Mapped[float | None]  # by a person; a later spike opens it again
+    closed_by: Mapped[str | None]
+    reopened_at: Mapped[float | None]
+    pinned_by: Mapped[str | None]  # its snapshots stay, whatever their age
 
     __table_args__ = (
         Index("ix_incidents_run", "run_id", "number"),
         Index("ix_incidents_status", "status", "number"),
         Index("ix_incidents_verdict", "verdict", "number"),
+        Index("ix_incidents_cause", "cause", "number"),
+        Index("ix_incidents_opened", "opened_at"),
     )
 
 
@@ -206,7 +215,11 @@ class EventRow(Base):
     kind: Mapped[str]
     detail_json: Mapped[str]
 
-    __table_args__ = (Index("ix_events_incident", "incident_id", "ts"), Index("ix_events_run", "run_id", "kind"))
+    __table_args__ = (
+        Index("ix_events_incident", "incident_id", "ts"),
+        Index("ix_events_run", "run_id", "kind"),
+        Index("ix_events_kind", "kind", "number"),
+    )
 
 
 class CursorRow(Base):
@@ -218,15 +231,68 @@ class CursorRow(Base):
     cursor: Mapped[str]
 
 
-class SlackRow(Base):
-    """What Slack was told of an incident. `intended` is written before a message is posted."""
+class SummaryRow(Base):
+    """What is answered of an incident, ready-made: written in the transaction that changed the incident."""
 
-    __tablename__ = "slack_messages"
+    __tablename__ = "summaries"
+
+    number: Mapped[int] = mapped_column(RowNumber, primary_key=True, autoincrement=False)  # of the incident
+    incident_id: Mapped[str] = mapped_column(unique=True)
+    made_by: Mapped[str]  # the renderer's version: another one's work is not trusted
+    made_at: Mapped[float] = mapped_column(index=True)  # by the reporter's clock: live views look here
+    summary_json: Mapped[str]
+    detail_json: Mapped[str]
+
+
+class FingerprintRow(Base):
+    """By what an incident is known again: its token, data source, layer, cause."""
+
+    __tablename__ = "fingerprints"
+
+    kind: Mapped[str] = mapped_column(primary_key=True)
+    value: Mapped[str] = mapped_column(primary_key=True)
+    incident_id: Mapped[str] = mapped_column(primary_key=True)
+    run_id: Mapped[str]
+
+    __table_args__ = (Index("ix_fingerprints_incident", "incident_id"),)
+
+
+class LayerWindowRow(Base):
+    """The greatest norm of each layer within a window of steps: the run's heat map, of bounded size."""
+
+    __tablename__ = "layer_windows"
+
+    run_id: Mapped[str] = mapped_column(primary_key=True)
+    first_step: Mapped[int] = mapped_column(primary_key=True)
+    width: Mapped[int]
+    norms_json: Mapped[str]
+
+
+class SilenceRow(Base):
+    """Incidents that match are not told while it lasts. `teams_json`: whose silence it is; null for all."""
+
+    __tablename__ = "silences"
+
+    silence_id: Mapped[str] = mapped_column(primary_key=True)
+    matchers_json: Mapped[str]
+    teams_json: Mapped[str | None]
+    starts_at: Mapped[float]
+    ends_at: Mapped[float] = mapped_column(index=True)
+    created_at: Mapped[float]
+    created_by: Mapped[str]
+    reason: Mapped[str]
+
+
+class DeliveryRow(Base):
+    """What a receiver was told of an incident. `intended` is written before anything is sent."""
+
+    __tablename__ = "deliveries"
 
     incident_id: Mapped[str] = mapped_column(primary_key=True)
-    channel: Mapped[str]
+    receiver: Mapped[str] = mapped_column(primary_key=True)
     state: Mapped[str]
-    slack_ts: Mapped[str | None]
+    reference: Mapped[str | None]  # the receiver's own name for the message, such as Slack's ts
     told_revision: Mapped[int] = mapped_column(default=-1)
     told_status: Mapped[str | None]
     intended_at: Mapped[float]
+    thread_told: Mapped[str] = mapped_column(default="")  # what the thread holds already

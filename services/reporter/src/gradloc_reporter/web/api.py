@@ -1,51 +1,59 @@
-"""REST /api/v1: what is known of runs and incidents, and the wishes of people.
+"""REST /api/v1: what is known of runs and incidents, for programs.
 
-Reads come from the database. A wish that others must fulfil goes out as a message on the run's
-control stream and comes back like every fact; only our own facts (acknowledgements, comments) are
-written here.
+Reads come from the database; `wishes` are what people ask for. Cursors are plain words with a
+pattern: whatever fits the pattern is answered.
 """
 
-import base64
-import binascii
-import secrets
-from typing import Annotated, Any
+from hashlib import blake2b
+from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Depends, Path, Query, Response
+from fastapi import APIRouter, Depends, Path, Query, Request, Response
 from pydantic import BaseModel
 
-from gradloc_proto import streams
-from gradloc_proto.codec import encode
 from gradloc_proto.identities import RUN_ID_PATTERN
-from gradloc_proto.messages import RelocalizeRequested, Verdict
+from gradloc_proto.messages import Verdict
 from gradloc_reporter import answers as a
 from gradloc_reporter.access import Viewer
-from gradloc_reporter.store.queries import Queries
-from gradloc_reporter.store.wishes import acknowledge, comment
+from gradloc_reporter.attribution import along
+from gradloc_reporter.store import silences
+from gradloc_reporter.store.queries import Queries, Wanted
+from gradloc_reporter.store.summaries import incident_json
 from gradloc_reporter.web.backend import Backend
 from gradloc_reporter.web.gate import queries_of, viewer_of
-from gradloc_reporter.web.problems import ProblemRaised, no_such
+from gradloc_reporter.web.problems import no_such
 
 NUMBER_MAX = 2**53  # larger ones lose digits in JSON parsers
+TIME_MAX = 1e11  # seconds: the year 5138
 PROBLEM_CONTENT: dict[str, Any] = {"application/problem+json": {"schema": {"$ref": "#/components/schemas/Problem"}}}
 
 
-def _problems(**described: str) -> dict[int | str, dict[str, Any]]:
+def problems(**described: str) -> dict[int | str, dict[str, Any]]:
     return {
         int(code.removeprefix("on_")): {"description": text, "content": PROBLEM_CONTENT}
         for code, text in described.items()
     }
 
 
-Run = Annotated[str, Path(pattern=RUN_ID_PATTERN, description="run_id of a run")]
-Incident = Annotated[str, Path(pattern=r"^[^\x00/]{1,512}$", description="incident_id of an incident")]
-Cursor = Annotated[str | None, Query(max_length=256, description="next_cursor of the page before")]
+Run = Annotated[str, Path(pattern=RUN_ID_PATTERN, description="run_id of a run", examples=["qwen3-4b-grpo"])]
+Incident = Annotated[
+    str,
+    Path(pattern=r"^[^\x00/]{1,512}$", description="incident_id of an incident", examples=["inc-7c1e0b7a5d1f2a33"]),
+]
+_BEFORE = "next_cursor of the page before"
+RunCursor = Annotated[str | None, Query(pattern=RUN_ID_PATTERN, description=_BEFORE)]
+IncidentCursor = Annotated[str | None, Query(pattern=r"^i[0-9]{1,18}$", description=_BEFORE)]
+EntryCursor = Annotated[str | None, Query(pattern=r"^e[0-9]{1,18}$", description=_BEFORE)]
 Limit = Annotated[int, Query(ge=1, le=200)]
 StepNumber = Annotated[int, Query(ge=0, le=NUMBER_MAX)]
+Time = Annotated[float | None, Query(ge=0, le=TIME_MAX, allow_inf_nan=False, description="seconds since 1970")]
 Seen = Annotated[Queries, Depends(queries_of)]
 By = Annotated[Viewer, Depends(viewer_of)]
-BAD_QUERY = _problems(on_422="A parameter is not as expected", on_401="A token is wanted and none known was sent")
-UNKNOWN = BAD_QUERY | _problems(on_404="There is no such thing")
-WISH = UNKNOWN | _problems(on_403="The token has the scope read", on_503="Redis or the database does not answer")
+BAD_QUERY = problems(
+    on_422="A parameter is not as expected",
+    on_401="A token is wanted and none known was sent",
+    on_429="Too many requests; the header Retry-After says when to ask again",
+)
+UNKNOWN = BAD_QUERY | problems(on_404="There is no such thing")
 
 
 def answered(model: BaseModel, status: int = 200) -> Response:
@@ -53,35 +61,53 @@ def answered(model: BaseModel, status: int = 200) -> Response:
     return Response(model.model_dump_json(), status, media_type="application/json")
 
 
+def tagged(request: Request, body: bytes) -> Response:
+    """An answer to GET with its ETag, or 304 where the asker has it already."""
+    tag = f'"{blake2b(body, digest_size=12).hexdigest()}"'
+    headers = {"ETag": tag, "Cache-Control": "private, no-cache"}
+    known = [each.strip().removeprefix("W/") for each in request.headers.get("if-none-match", "").split(",")]
+    if tag in known:
+        return Response(status_code=304, headers=headers)
+    return Response(body, media_type="application/json", headers=headers)
+
+
+def _tagged(request: Request, model: BaseModel) -> Response:
+    return tagged(request, model.model_dump_json().encode())
+
+
 def api_router(backend: Backend) -> APIRouter:
     router = APIRouter(prefix="/api/v1")
     _add_run_routes(router, backend)
     _add_incident_routes(router, backend)
-    _add_wish_routes(router, backend)
+    _add_finding_routes(router, backend)
+    _add_log_routes(router, backend)
     return router
 
 
 def _add_run_routes(router: APIRouter, backend: Backend) -> None:
     @router.get("/runs", response_model=a.RunsAnswer, responses=BAD_QUERY, tags=["runs"])
-    def list_runs(queries: Seen, cursor: Cursor = None, limit: Limit = 50) -> Response:
+    def list_runs(
+        request: Request,
+        queries: Seen,
+        cursor: RunCursor = None,
+        limit: Limit = 50,
+    ) -> Response:
         """All runs, by name."""
-        after = None if cursor is None else read_cursor(cursor, "r")
         with backend.database.reading() as session:
-            found = queries.runs(session, after=after, limit=limit)
-        next_cursor = None if found.next_cursor is None else write_cursor("r", found.next_cursor)
-        return answered(found.model_copy(update={"next_cursor": next_cursor}))
+            return _tagged(request, queries.runs(session, after=cursor, limit=limit))
 
     @router.get("/runs/{run}", response_model=a.RunAnswer, responses=UNKNOWN, tags=["runs"])
-    def get_run(queries: Seen, run: Run) -> Response:
+    def get_run(request: Request, queries: Seen, run: Run) -> Response:
         """One run: what it said of itself, and where it stands."""
         with backend.database.reading() as session:
             found = queries.run(session, run)
         if found is None:
             raise no_such("run", run)
-        return answered(found)
+        return _tagged(request, found)
 
     @router.get("/runs/{run}/steps", response_model=a.StepsAnswer, responses=UNKNOWN, tags=["runs"])
     def list_steps(
+        request: Request,
         queries: Seen,
         run: Run,
         from_step: StepNumber = 0,
@@ -90,120 +116,124 @@ def _add_run_routes(router: APIRouter, backend: Backend) -> None:
     ) -> Response:
         """The series of a run, thinned to `max_points` without losing its least and greatest norms."""
         with backend.database.reading() as session:
-            if queries.run(session, run) is None:
+            if not queries.sees_run(session, run):
                 raise no_such("run", run)
             found = queries.steps(session, run, first=from_step, last=to_step, max_points=max_points)
-        return answered(found)
+        return _tagged(request, found)
+
+    @router.get("/runs/{run}/series", response_model=a.SeriesAnswer, responses=UNKNOWN, tags=["runs"])
+    def get_series(
+        request: Request,
+        queries: Seen,
+        run: Run,
+        name: Literal["grad_norm", "limit", "loss", "reward_mean", "ratio_max", "ratio_min"] = "grad_norm",
+        max_points: Annotated[int, Query(ge=4, le=10_000)] = 1000,
+    ) -> Response:
+        """One series as rows of step, time in milliseconds and value: for Grafana's JSON panels, step-exact."""
+        with backend.database.reading() as session:
+            if not queries.sees_run(session, run):
+                raise no_such("run", run)
+            points = queries.steps(session, run, first=0, last=None, max_points=max_points).points
+        rows = tuple(
+            a.SeriesRow(step=point.step, time_ms=_milliseconds(point.ts), value=getattr(point, name))
+            for point in points
+        )
+        return _tagged(request, a.SeriesAnswer(run_id=run, name=name, rows=rows))
+
+
+def _milliseconds(ts: float) -> float:
+    return round(1000 * ts) if abs(ts) < TIME_MAX else ts
 
 
 def _add_incident_routes(router: APIRouter, backend: Backend) -> None:
     @router.get("/incidents", response_model=a.IncidentsAnswer, responses=BAD_QUERY, tags=["incidents"])
     def list_incidents(
+        request: Request,
         queries: Seen,
         run: Annotated[str | None, Query(pattern=RUN_ID_PATTERN)] = None,
         status: a.Status | None = None,
         verdict: Verdict | None = None,
-        cursor: Cursor = None,
+        cause: Annotated[str | None, Query(pattern=r"^[^\x00]{1,512}$")] = None,
+        token_id: Annotated[int | None, Query(ge=0, le=NUMBER_MAX)] = None,
+        since: Time = None,
+        until: Time = None,
+        cursor: IncidentCursor = None,
         limit: Limit = 50,
     ) -> Response:
-        """Incidents, newest first."""
-        before = None if cursor is None else _number(read_cursor(cursor, "i"))
-        with backend.database.reading() as session:
-            found, following = queries.incidents(
-                session, run=run, status=status, verdict=verdict, before=before, limit=limit
-            )
-        next_cursor = None if following is None else write_cursor("i", str(following))
-        return answered(a.IncidentsAnswer(incidents=found, next_cursor=next_cursor))
+        """Incidents, newest first. `since` and `until` are about when they opened."""
+        before = None if cursor is None else int(cursor[1:])
+        wanted = Wanted(run, status, verdict, cause, token_id, since, until)
+        with backend.database.rows() as connection:
+            found, following = queries.incidents_json(connection, wanted, before=before, limit=limit)
+        return tagged(request, incidents_body(found, following))
 
     @router.get("/incidents/{incident}", response_model=a.IncidentDetail, responses=UNKNOWN, tags=["incidents"])
-    def get_incident(queries: Seen, incident: Incident) -> Response:
+    def get_incident(request: Request, queries: Seen, incident: Incident) -> Response:
         """Everything known of one incident: spikes, findings of all attempts, snapshots, log, words."""
-        with backend.database.reading() as session:
-            found = queries.incident(session, incident)
+        with backend.database.rows() as connection:
+            found = incident_json(connection, queries, incident)
         if found is None:
             raise no_such("incident", incident)
-        return answered(found)
+        return tagged(request, found)
 
 
-def _add_wish_routes(router: APIRouter, backend: Backend) -> None:
-    @router.post(
-        "/incidents/{incident}/relocalize",
-        status_code=202,
-        response_model=a.RelocalizeAnswer,
-        responses=WISH,
-        tags=["wishes"],
+def incidents_body(found: list[bytes], following: int | None) -> bytes:
+    next_cursor = b"null" if following is None else b'"i%d"' % following
+    return b'{"incidents":[' + b",".join(found) + b'],"next_cursor":' + next_cursor + b"}"
+
+
+def _add_finding_routes(router: APIRouter, backend: Backend) -> None:
+    @router.get(
+        "/incidents/{incident}/attribution", response_model=a.AttributionAnswer, responses=UNKNOWN, tags=["incidents"]
     )
-    def relocalize(queries: Seen, viewer: By, incident: Incident, wish: a.RelocalizeWish) -> Response:
-        """Ask for another localization. The same request_id twice is one wish."""
+    def get_attribution(
+        request: Request,
+        queries: Seen,
+        incident: Incident,
+        axis: a.Axis = "token",
+        limit: Annotated[int, Query(ge=1, le=20_000)] = 200,
+    ) -> Response:
+        """Shares of the squared norm along one axis, the largest first; empty until something was found."""
         with backend.database.reading() as session:
-            found = queries.incident(session, incident)
-        if found is None:
-            raise no_such("incident", incident)
-        request_id = wish.request_id or secrets.token_hex(8)
-        message = RelocalizeRequested(
-            run_id=found.run_id,
-            attempt=found.attempt,
-            ts=backend.clock(),
-            incident_id=incident,
-            request_id=request_id,
-            by=viewer.signed(wish.by),
-        )
-        key = streams.stream(found.run_id, "control")
-        backend.bus.append(key, [encode(message)], length_max=streams.STREAM_LENGTH_MAX["control"])
-        return answered(a.RelocalizeAnswer(incident_id=incident, request_id=request_id), 202)
-
-    @router.post("/incidents/{incident}/acknowledge", response_model=a.CommentAnswer, responses=WISH, tags=["wishes"])
-    def acknowledge_incident(queries: Seen, viewer: By, incident: Incident, wish: a.Acknowledgement) -> Response:
-        """Say that somebody looks at it. The first one counts."""
-        with backend.database.writing() as session:
-            known = queries.sees(session, incident) and acknowledge(
-                session, incident, by=viewer.signed(wish.by), ts=backend.clock()
-            )
-        return log_of(queries, incident, known)
-
-    @router.post("/incidents/{incident}/comments", response_model=a.CommentAnswer, responses=WISH, tags=["wishes"])
-    def comment_incident(queries: Seen, viewer: By, incident: Incident, wish: a.Comment) -> Response:
-        """Add a remark to the incident's log."""
-        with backend.database.writing() as session:
-            key = f"comment-{secrets.token_hex(16)}"
-            known = queries.sees(session, incident) and comment(
-                session, incident, key=key, by=viewer.signed(wish.by), text=wish.text, ts=backend.clock()
-            )
-        return log_of(queries, incident, known)
-
-    def log_of(queries: Queries, incident: str, known: bool) -> Response:
+            known, finding = queries.finding(session, incident)
         if not known:
             raise no_such("incident", incident)
-        backend.on_change()
+        shares = [] if finding is None else along(finding, axis)
+        return _tagged(
+            request,
+            a.AttributionAnswer(incident_id=incident, axis=axis, shares=tuple(shares[:limit]), num_places=len(shares)),
+        )
+
+    @router.get("/incidents/{incident}/similar", response_model=a.SimilarAnswer, responses=UNKNOWN, tags=["incidents"])
+    def list_similar(
+        request: Request, queries: Seen, incident: Incident, limit: Annotated[int, Query(ge=1, le=50)] = 10
+    ) -> Response:
+        """How often its token, data source, layer and cause were seen, and in which other incidents."""
         with backend.database.reading() as session:
-            found = queries.incident(session, incident)
-        assert found is not None
-        return answered(a.CommentAnswer(incident_id=incident, events=found.events))
+            found = queries.similar(session, incident, limit=limit)
+        if found is None:
+            raise no_such("incident", incident)
+        return _tagged(request, found)
 
 
-def write_cursor(kind: str, value: str) -> str:
-    return base64.urlsafe_b64encode(f"{kind}:{value}".encode()).decode().rstrip("=")
+def _add_log_routes(router: APIRouter, backend: Backend) -> None:
+    @router.get("/silences", response_model=a.SilencesAnswer, responses=BAD_QUERY, tags=["silences"])
+    def list_silences(viewer: By) -> Response:
+        """Silences, the newest first; those that ended stay for a month."""
+        with backend.database.reading() as session:
+            found = silences.listed(session, teams=viewer.teams, now=backend.clock())
+        return answered(a.SilencesAnswer(silences=found))
 
-
-def read_cursor(cursor: str, kind: str) -> str:
-    """The value of a cursor that `write_cursor` made."""
-    try:
-        padded = cursor.encode("ascii") + b"=" * (-len(cursor) % 4)
-        found, _, value = base64.b64decode(padded, altchars=b"-_", validate=True).decode().partition(":")
-    except (binascii.Error, UnicodeError):
-        found, value = "", ""
-    if found != kind or not value or "\x00" in value:
-        raise _bad_cursor()
-    return value
-
-
-def _number(value: str) -> int:
-    if not (value.isascii() and value.isdigit() and len(value) < 19):
-        raise _bad_cursor()
-    return int(value)
-
-
-def _bad_cursor() -> ProblemRaised:
-    return ProblemRaised(
-        422, "query.cursor: not a cursor of this list", "Pass next_cursor of the page before, or none."
-    )
+    @router.get("/audit", response_model=a.AuditAnswer, responses=BAD_QUERY, tags=["audit"])
+    def list_audit(
+        request: Request,
+        queries: Seen,
+        cursor: EntryCursor = None,
+        limit: Limit = 50,
+    ) -> Response:
+        """Who did what, newest first."""
+        before = None if cursor is None else int(cursor[1:])
+        with backend.database.reading() as session:
+            entries, following = queries.audit(session, before=before, limit=limit)
+        next_cursor = None if following is None else f"e{following}"
+        return _tagged(request, a.AuditAnswer(entries=tuple(entries), next_cursor=next_cursor))

@@ -9,12 +9,16 @@ from fastapi.openapi.utils import get_openapi
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from gradloc_reporter import answers
 from gradloc_reporter.answers import Problem
 from gradloc_reporter.web.api import PROBLEM_CONTENT, api_router
 from gradloc_reporter.web.backend import Backend
 from gradloc_reporter.web.gate import Gate, sign_in_router
+from gradloc_reporter.web.live import Live, live_router
+from gradloc_reporter.web.pace import Buckets, Pace
 from gradloc_reporter.web.pages import Pages, pages_router
 from gradloc_reporter.web.problems import ProblemRaised, add_problem_handlers
+from gradloc_reporter.web.wishes import wishes_router
 
 # Nothing from elsewhere, no inline script or style: token texts are shown, and they are not trusted.
 HEADERS = {
@@ -29,7 +33,10 @@ HEADERS = {
 }
 
 
-def application(backend: Backend) -> FastAPI:
+BURST_S = 10.0  # an asker may use the requests of so many seconds at once
+
+
+def application(backend: Backend, live: Live) -> FastAPI:
     pages = Pages(backend)
     # No docs_url: FastAPI's own page loads its script from a CDN.
     app = FastAPI(
@@ -38,13 +45,18 @@ def application(backend: Backend) -> FastAPI:
         openapi_url="/api/v1/openapi.json",
         docs_url=None,
         redoc_url=None,
+        separate_input_output_schemas=False,  # what an older gradloc wrote may lack newer fields
     )
     app.include_router(api_router(backend))
+    app.include_router(wishes_router(backend))
+    app.include_router(live_router(live))
     app.include_router(pages_router(pages))
     app.include_router(sign_in_router(backend.tokens, pages.sign_in, secure=backend.secure))
     app.mount("/static", StaticFiles(packages=[("gradloc_reporter.web", "static")]))
     _add_health(app, backend)
     add_problem_handlers(app, pages.error)
+    per_s = backend.rate_limit_per_s
+    app.add_middleware(Pace, buckets=None if per_s is None else Buckets(per_s, max(1, round(BURST_S * per_s))))
     app.add_middleware(Gate, tokens=backend.tokens, queries=backend.queries)
     app.add_middleware(SecurityHeaders)
     app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
@@ -98,10 +110,15 @@ def _openapi(app: FastAPI) -> dict[str, Any]:
             schema["components"]["schemas"].pop(unused, None)
         schema["components"]["securitySchemes"] = {"token": {"type": "http", "scheme": "bearer"}}
         schema["security"] = [{"token": []}, {}]  # {}: a reporter without --tokens lets everybody in
-        _allow_non_finite(schema["components"]["schemas"])
+        asked = {name for name in schema["components"]["schemas"] if name in _ASKED}
+        _allow_non_finite({n: s for n, s in schema["components"]["schemas"].items() if n not in asked})
         _name_problem_contents(schema)
         app.openapi_schema = schema
     return app.openapi_schema
+
+
+# What people send is finite; only answers may hold the strings that stand for NaN and infinities.
+_ASKED = {kind.__name__ for kind in answers.Wish.__subclasses__()}
 
 
 def _allow_non_finite(node: Any) -> None:

@@ -25,3 +25,4 @@ class Backend:
     trouble: Callable[[], str | None]
     metrics: Callable[[], tuple[bytes, str]]
     on_change: Callable[[], None]
+    rate_limit_per_s: float | None = None

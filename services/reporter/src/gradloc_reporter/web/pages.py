@@ -11,7 +11,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from gradloc_reporter import answers as a
 from gradloc_reporter import figures, text
 from gradloc_reporter.store import Session
-from gradloc_reporter.store.queries import Queries
+from gradloc_reporter.store.queries import Queries, Wanted
 from gradloc_reporter.web import drawing
 from gradloc_reporter.web.api import Incident, Run, Seen
 from gradloc_reporter.web.backend import Backend
@@ -81,7 +81,7 @@ class Pages:
             if run is None:
                 raise no_such("run", run_id)
             steps = queries.steps(session, run_id, first=0, last=None, max_points=CHART_POINTS)
-            incidents, more = queries.incidents(session, run=run_id, limit=INCIDENTS_SHOWN)
+            incidents, more = queries.incidents(session, Wanted(run=run_id), limit=INCIDENTS_SHOWN)
             gaps = queries.gaps(session, run_id)
             chart = self._chart(queries, session, steps, run_id)
         return self._render(
