@@ -105,7 +105,7 @@ def test_the_status_says_where_it_stands(kit: Any) -> None:
         return tell(story(kit, **values)).status
 
     assert status() == "Waiting for localization"
-    cliff = m.Flag(rule="reward-cliff", series="reward", value=0.1, score=9.0)
+    cliff = m.Flag(rule="dead", series="norm", value=0.1, score=9.0)
     assert status(spike=kit.Told().spike(1, flags=(cliff,))) == "Not about one step's gradient: nothing to localize"
     assert status(status="localizing", localizing=True, stage="verify", fraction=0.6) == "Localizing: verify, 60 %"
     assert "no manifest; it will be tried again" in status(status="failed", failure="no manifest.", retryable=True)
