@@ -43,7 +43,8 @@ class Certificate(Part):
 class Fidelity(Part):
     """How well the replay reproduced the step.
 
-    healthy_rel_error: what the replay of the run's healthy reference deviated by, where it was asked.
+    healthy_rel_error: what the replay of the run's healthy reference deviated by, where it was asked. again_norm,
+    elsewhere_norm: of further replays, on the same device and on another, where the first did not match.
     """
 
     reported_norm: float
@@ -53,6 +54,8 @@ class Fidelity(Part):
     tolerance: float
     reproduced: bool
     healthy_rel_error: float | None = None
+    again_norm: float | None = None
+    elsewhere_norm: float | None = None
 
 
 class Cause(Part):

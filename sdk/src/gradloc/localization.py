@@ -25,6 +25,7 @@ from gradloc.relossed import Reading, origins_of, reading_of, relossed
 from gradloc.remedies import fix_for
 from gradloc.replay import Replay, coefficients_of, masked, replay
 from gradloc.search import Search, by_attribution, by_bisection
+from gradloc.three_runs import ThreeRuns, cause_of, with_runs
 from gradloc.verification import Place
 from gradloc_proto.messages import Cause, Certificate, Cost, Culprit, Fidelity, Finding, Fix, Verdict
 
@@ -45,6 +46,7 @@ class _Order:
     on_progress: Progress
     healthy_error: Callable[[], float | None]
     num_positions: int | None
+    elsewhere: Callable[[], float | None]
 
 
 def localize(
@@ -58,15 +60,17 @@ def localize(
     clock: Callable[[], float] = time.perf_counter,
     healthy_error: Callable[[], float | None] = lambda: None,
     num_positions: int | None = None,
+    elsewhere: Callable[[], float | None] = lambda: None,
 ) -> Finding:
     """Explain the step. Parameters are as before afterwards, bit for bit.
 
     texts: text of a token id. healthy_error: replays a healthy step of the run and says what its norm missed by
     (relative), None where there is no such step; asked only where this step's replay does not match.
-    num_positions: of the culprit's sequence that is shown; None: as many as a message should hold.
+    num_positions: of the culprit's sequence that is shown; None: as many as a message should hold. elsewhere: norm of
+    a replay on another device, None where there is none; asked, and the step replayed again here, for the same reason.
     """
     started = clock()
-    order = _Order(policy, batches, facts, strategy, texts, on_progress, healthy_error, num_positions)
+    order = _Order(policy, batches, facts, strategy, texts, on_progress, healthy_error, num_positions, elsewhere)
     coefficients = coefficients_of(batches)
     on_progress("replaying", 0.1)
     source = find_in_batch(batches, coefficients)
@@ -105,6 +109,13 @@ def _explain(order: _Order, scene: Scene, sizes: Sequence[Tensor]) -> Finding:
         fidelity = fidelity_of(facts, scene.gradient, order.policy.grid, order.healthy_error())
     growth = layer_growth(scene.gradient.layer_norms, facts.healthy_layer_norms)
     refused = refusal(facts, fidelity, scene.gradient, limit)
+    runs = None
+    if refused in ("not-reproduced", "inconclusive"):
+        order.on_progress("replaying again", 0.2)
+        runs = ThreeRuns(norm, replay(order.policy, order.batches, scene.coefficients).gradient.norm, order.elsewhere())
+        fidelity = fidelity.model_copy(update={"again_norm": runs.again, "elsewhere_norm": runs.elsewhere})
+        if runs.outcome(fidelity.tolerance) != "training-machine":
+            refused = "inconclusive"  # the pool does not agree with itself: no evidence against the trainer
     if refused is None and norm <= limit and growth.keys_exploding:
         # The whole norm is harmless, some layers are not: explain those.
         keys = frozenset(growth.keys_exploding)
@@ -122,7 +133,11 @@ def _explain(order: _Order, scene: Scene, sizes: Sequence[Tensor]) -> Finding:
     if refused is not None:
         search = replace(search, kind=refused, found=None if refused == "batch-wide" else search.found)
     order.on_progress("diagnosing", 0.8)
-    return _finding(order, scene, limit, fidelity, growth, search, sizes)
+    finding = _finding(order, scene, limit, fidelity, growth, search, sizes)
+    if runs is None:
+        return finding
+    told = cause_of(runs, facts.grad_norm, fidelity.tolerance)
+    return finding.model_copy(update={"causes": with_runs(finding.causes, told)})
 
 
 def _finding(

@@ -3,7 +3,7 @@
 import json
 import logging
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -54,6 +54,13 @@ def explain(
     def healthy_error() -> float | None:
         return None if options.reference is None else _healthy_error(options.reference, manifest, options)
 
+    def elsewhere() -> float | None:
+        device = other_device(options.device)
+        if device is None:
+            return None
+        other, placed = rebuilt(snapshot, replace(options, device=device))
+        return replay(other, placed, coefficients_of(placed)).gradient.norm
+
     finding = localize(
         policy,
         batches,
@@ -63,6 +70,7 @@ def explain(
         on_progress=on_progress,
         healthy_error=healthy_error,
         num_positions=options.num_positions,
+        elsewhere=elsewhere,
     )
     on_progress("done", 1.0)
     return manifest, finding
@@ -124,6 +132,15 @@ def _device(name: str) -> str:
     except (RuntimeError, AssertionError):  # torch asserts where it was built without CUDA
         raise ModelRejected(f"device {name[:40]!r} is not on this machine; expected cpu, cuda or cuda:0") from None
     return name
+
+
+def other_device(name: str) -> str | None:
+    """Another device of this machine to replay on; None where there is none. The CPU stands in beside a single GPU."""
+    device = torch.device(_device(name))
+    if device.type != "cuda":
+        return None
+    used, count = device.index or 0, torch.cuda.device_count()
+    return f"cuda:{(used + 1) % count}" if count > 1 else "cpu"
 
 
 def _check_ids(snapshot: Snapshot, model: torch.nn.Module, batches: tuple[PlacedBatch, ...]) -> None:
