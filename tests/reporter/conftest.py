@@ -333,5 +333,5 @@ def kit() -> Kit:
 
 @pytest.fixture(autouse=True)
 def no_slack_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [name for name in os.environ if name.startswith("GRADLOC_")]:
+    for name in [name for name in os.environ if name.startswith("GRADLOC_") and name != "GRADLOC_SCREENSHOTS"]:
         monkeypatch.delenv(name)

@@ -32,10 +32,15 @@ def close(session: Session, incident_id: str, *, by: str, reason: str, ts: float
     """Say that it is over; a later spike of it, or `reopen`, says otherwise."""
 
     def over(incident: IncidentRow) -> None:
-        incident.closed_at, incident.closed_by = ts, by
+        incident.closed_at, incident.closed_by = max(ts, incident.closed_at or ts), by
+
+    def again(incident: IncidentRow) -> bool:
+        if is_over(incident) and incident.closed_at is not None:
+            incident.closed_at = max(ts, incident.closed_at)  # a spike of before that arrives later changes nothing
+        return not is_over(incident)
 
     key = f"closed-{incident_id}-{ts!r}"
-    return _done(session, incident_id, key, ts, "closed", {"by": by, "reason": reason}, over, only_if=_goes_on)
+    return _done(session, incident_id, key, ts, "closed", {"by": by, "reason": reason}, over, only_if=again)
 
 
 def reopen(session: Session, incident_id: str, *, by: str, reason: str, ts: float) -> bool:
@@ -55,10 +60,6 @@ def pin(session: Session, incident_id: str, *, by: str | None, signed: str, ts: 
 
     kind = "unpinned" if by is None else "pinned"
     return _done(session, incident_id, f"{kind}-{incident_id}-{ts!r}", ts, kind, {"by": signed}, pinned)
-
-
-def _goes_on(incident: IncidentRow) -> bool:
-    return not is_over(incident)
 
 
 def _done(

@@ -6,7 +6,8 @@ no inline styles. Values that are not finite have their own marks; they never en
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from gradloc_proto.messages import Certificate, Finding, Profile, SequenceView
@@ -316,6 +317,64 @@ def layer_map(profile: Profile, culprit_position: int | None) -> Map | None:
         culprit_at=at,
         positions_per_column=per_column,
     )
+
+
+LAYER_HEAT_FROM, LAYER_HEAT_TO = 2.0, 1000.0  # times the layer's own median
+
+
+def layers_by_step(windows: Sequence[tuple[int, int, Mapping[str, float]]]) -> Map | None:
+    """Norms of layers (rows) by windows of steps (columns), each against the layer's own median; None without any."""
+    names = sorted({name for _, _, norms in windows for name in norms}, key=_natural)
+    if not names:
+        return None
+    width = max(width for _, width, _ in windows)
+    first = min(first for first, _, _ in windows) // width
+    num_columns = max(start for start, _, _ in windows) // width - first + 1
+    per_row = -(-len(names) // MAP_ROWS_MAX)
+    medians = {name: _median([norms[name] for _, _, norms in windows if name in norms]) for name in names}
+    cells, rows = [], []
+    for row, start in enumerate(range(0, len(names), per_row)):
+        group = names[start : start + per_row]
+        label = group[0] if len(group) == 1 else f"{group[0]} … {group[-1]}"
+        greatest = 1.0
+        for step, _, norms in windows:
+            worst = max((norms[name] / medians[name] for name in group if name in norms and medians[name]), default=1.0)
+            worst = math.inf if math.isnan(worst) or any(not math.isfinite(norms.get(n, 0.0)) for n in group) else worst
+            greatest = max(greatest, worst)
+            heat = _layer_heat(worst)
+            if heat:
+                where = f"step {step:,}" + (f" to {step + width - 1:,}" if width > 1 else "")
+                cells.append(Cell(step // width - first, row, heat, False, f"{label} · {where} · {_times(worst)}"))
+        rows.append((label, _times(greatest)))
+    last = first + num_columns
+    ticks = tuple(
+        Tick(100 * (tick.at / 100 * (num_columns - 1) + 0.5) / num_columns, tick.text)
+        for tick in _step_ticks(first * width, max((last - 1) * width, first * width + 1))
+    )
+    return Map(tuple(cells), num_columns, tuple(rows), ticks, None, width)
+
+
+def _layer_heat(times: float) -> int:
+    if not math.isfinite(times):
+        return LEVELS
+    if times < LAYER_HEAT_FROM:
+        return 0
+    part = math.log(times / LAYER_HEAT_FROM) / math.log(LAYER_HEAT_TO / LAYER_HEAT_FROM)
+    return max(1, round(LEVELS * min(part, 1.0)))
+
+
+def _times(value: float) -> str:
+    return "not finite" if not math.isfinite(value) else f"{number(value)}x"
+
+
+def _median(values: Sequence[float]) -> float:
+    finite = sorted(value for value in values if math.isfinite(value))
+    return finite[len(finite) // 2] if finite else 0.0
+
+
+def _natural(name: str) -> list[tuple[int, str]]:
+    """layers.2 comes before layers.10."""
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
 
 
 def _size(value: float) -> float:

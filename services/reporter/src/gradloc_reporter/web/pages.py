@@ -4,20 +4,22 @@ import math
 from datetime import UTC, datetime
 from hashlib import sha256
 from importlib import resources
+from urllib.parse import quote
 
 from fastapi import APIRouter, Response
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from gradloc_reporter import answers as a
 from gradloc_reporter import figures, text
-from gradloc_reporter.store import Session
+from gradloc_reporter.store import Session, silences
 from gradloc_reporter.store.queries import Queries, Wanted
 from gradloc_reporter.web import drawing
 from gradloc_reporter.web.api import Incident, Run, Seen
 from gradloc_reporter.web.backend import Backend
 from gradloc_reporter.web.problems import no_such
 
-INCIDENTS_SHOWN, RUNS_SHOWN = 50, 50
+INCIDENTS_SHOWN, RUNS_SHOWN, SIMILAR_SHOWN = 50, 50, 5
+TOKEN_CHUNK = 512  # a browser lays out only the chunks of a long sequence that are in view
 CHART_POINTS, SPARK_POINTS = 800, 80
 LIVE_S, CALM_S = 2, 10  # the page looks again this often while something is going on, and else
 STATUS_NAMES = {
@@ -52,10 +54,13 @@ class Pages:
             "seconds": in_seconds,
         }
 
-    def _render(self, name: str, *, refresh_s: int | None, **values: object) -> str:
+    def _render(self, name: str, *, refresh_s: int | None, live: str = "", **values: object) -> str:
+        """`live` is where the page hears of changes; without it, it looks every `refresh_s`."""
         now = self._backend.clock()
-        template = self._jinja.get_template(name)
-        return template.render(refresh_s=refresh_s, ago=lambda ts: ago(ts, now), **values)
+        signed_in = self._backend.tokens is not None and name not in ("sign_in.html", "error.html")
+        return self._jinja.get_template(name).render(
+            refresh_s=refresh_s, live=live, signed_in=signed_in, ago=lambda ts: ago(ts, now), **values
+        )
 
     def home(self, queries: Queries) -> str:
         with self._backend.database.reading() as session:
@@ -69,6 +74,7 @@ class Pages:
         return self._render(
             "home.html",
             refresh_s=LIVE_S if busy else CALM_S,
+            live="/api/v1/live",
             incidents=incidents,
             more=more is not None,
             runs=runs,
@@ -84,9 +90,16 @@ class Pages:
             incidents, more = queries.incidents(session, Wanted(run=run_id), limit=INCIDENTS_SHOWN)
             gaps = queries.gaps(session, run_id)
             chart = self._chart(queries, session, steps, run_id)
+            layers = drawing.layers_by_step(queries.layer_windows(session, run_id))
+        ratios = [
+            (point.step, point.ratio_max, point.ratio_min) for point in steps.points if point.ratio_max is not None
+        ]
         return self._render(
             "run.html",
             refresh_s=LIVE_S if run.status == "running" else None,
+            live=f"/api/v1/live?run={quote(run_id, safe='')}" if run.status == "running" else "",
+            layers=layers,
+            ratios=drawing.chart(ratios, []),
             run=run,
             steps=steps,
             chart=chart,
@@ -112,7 +125,9 @@ class Pages:
         with self._backend.database.reading() as session:
             incident = queries.incident(session, incident_id)
             story = queries.story(session, incident_id)
-        if incident is None or story is None:
+            similar = queries.similar(session, incident_id, limit=SIMILAR_SHOWN)
+            silence = silences.of_incident(session, incident_id, self._backend.clock())
+        if incident is None or story is None or similar is None:
             raise no_such("incident", incident_id)
         finding = incident.finding
         view = None if finding is None else finding.sequence_view
@@ -122,7 +137,11 @@ class Pages:
         return self._render(
             "incident.html",
             refresh_s=LIVE_S if busy or story.localizing else CALM_S,
+            live=f"/api/v1/live?incident={quote(incident_id, safe='')}",
             incident=incident,
+            similar=similar,
+            silence=silence,
+            token_chunk=TOKEN_CHUNK,
             telling=text.tell(story),
             story=story,
             finding=finding,
