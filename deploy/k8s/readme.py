@@ -24,8 +24,9 @@ operator for `metrics.serviceMonitor` and `metrics.rules`. Examples of values: [
 holds a secret of yours: name existing ones. Written by `deploy/k8s/readme.py`; change `values.yaml`.
 
 What was tried, and how: every file of ci/ is rendered, linted and validated against the schemas of
-Kubernetes 1.30 to 1.37 and of the operators, and the options of every command are compared with what the
-services take. No cluster was there to install it on.
+Kubernetes 1.30 to 1.37 and of the operators (not of the Gateway API); the containers of small-values and
+whole-values are started as rendered, and a spike goes through them. No cluster was there to install it on.
+Sizing, upgrades, failures, security: docs/operating.md.
 
 | key | default | meaning |
 |---|---|---|

@@ -102,6 +102,12 @@ def test_every_alert_has_words_a_severity_and_its_paragraph() -> None:
         assert set(rule["annotations"]) == {"summary", "description"}
 
 
+def test_the_playbook_says_where_to_look_first_for_every_alert() -> None:
+    rows = re.findall(r"^\| (`Gradloc.*`) \|", (DOCS.parent / "operating.md").read_text(), re.MULTILINE)
+    named = [name for row in rows for name in re.findall(r"`(Gradloc\w+)`", row)]
+    assert sorted(named) == sorted(rule["alert"] for rule in rules() if "alert" in rule)
+
+
 def test_promtool_finds_nothing_and_the_rules_do_what_their_tests_say() -> None:
     for arguments in (["check", "rules", "rules.yaml"], ["test", "rules", "rules.test.yaml"]):
         done = subprocess.run([binary("promtool"), *arguments], cwd=FILES, capture_output=True, text=True, check=False)

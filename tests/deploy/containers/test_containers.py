@@ -47,7 +47,7 @@ def test_the_services_of_one_node_start_answer_and_drain(cluster: Callable[..., 
 @pytest.mark.full
 @pytest.mark.timeout(400)
 def test_the_compose_file_starts_on_one_machine(cluster: Callable[..., Any]) -> None:
-    here = cluster("compose.yaml", GRADLOC_RAY_TOKEN="t" * 40)
+    here = cluster("compose.yaml", GRADLOC_RAY_TOKEN="t" * 40, GRADLOC_REDIS_PASSWORD="p" * 40)
     started = {"redis": here.start("Pod/redis")}
 
     def answers(name: str, path: str) -> bool:
