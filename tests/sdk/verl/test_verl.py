@@ -46,7 +46,8 @@ def trained(out: Path, *arguments: str) -> dict[str, Any]:
     for rank, log in enumerate(logs):
         own = environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
         command = [str(PYTHON), str(SCRIPT), "--out", str(out), *arguments]
-        processes.append(subprocess.Popen(command, env=own, stdout=log.open("wb"), stderr=subprocess.STDOUT))
+        with log.open("wb") as stream:
+            processes.append(subprocess.Popen(command, env=own, stdout=stream, stderr=subprocess.STDOUT))
     try:
         for process, log in zip(processes, logs, strict=True):
             assert process.wait(timeout=280) == 0, log.read_text()[-3000:]
