@@ -1,8 +1,9 @@
 """The localizer against a brute-force oracle, and its cost beside the published bisection's.
 
-    python benchmarks/localizer.py --json              12 seeds of every fault; about an hour on 2 cores
+    python benchmarks/localizer.py --json              12 seeds of every fault; hours on 2 cores, nearly all of it the
+                                                       published search's
     python benchmarks/localizer.py --json --quick      1 seed, short growth: shows that it runs
-    Each trial is a line of JSON on the error stream as it ends.
+    python benchmarks/localizer.py --json --resume F   trials go to F, a line each; those in it are not run again
 
     python benchmarks/localizer.py --json --model moe  one family only: qwen3, qwen3-untied, llama, gpt2, moe, lora
 
@@ -22,8 +23,10 @@ every token's gradient by a float64 backward pass of its own.
 Strategies: attribution; bisection (ours: all branches); published: as its article describes it, under the best
 of four thresholds for each case. It is not asked for verdicts that it has no words for: a layer, NaN.
 
-Growth. One token of 100 times the healthy norm; 512 to 16,384 tokens in rows of 64, 128 or 256, 8 micro-batches.
-Table. The same at 1 to 64 micro-batches of 512 tokens' worth, whole and with the micro-batch known (scoped).
+Growth. One token of 100 times the healthy norm; 512 to 16,384 tokens in rows of 64 or 256, 8 micro-batches; then
+4,096 tokens in rows of 64, 8 micro-batches over 2, 4 and 8 ranks.
+Table. The same at 1 to 64 micro-batches of 512 tokens' worth, whole and with the micro-batch known (scoped);
+medians over seeds. idle_cpu_ratio: CPU seconds of healthy steps under inline mode over those of a probe without it.
 """
 
 import argparse
@@ -34,9 +37,8 @@ import statistics
 import subprocess
 import sys
 import time
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -47,49 +49,78 @@ from localizing.step import FAMILIES, model_of
 from localizing.strategies import STRATEGIES, Outcome, finite, memory_ratio, step_cpu_s, strategy_outcome
 
 NUM_SEEDS = 12
-NUM_SEEDS_LAYER = 24  # of which some have no cancelling row
+NUM_SEEDS_LAYER = 72  # of which many have no cancelling row; the first NUM_SEEDS that have one count
 NUM_ROWS = 16
 MEMORY_FAULT = "one token 100x"  # where the memory of searches is measured: slow, and no fault changes it
 MICRO_BATCHES = (1, 2, 4, 8, 16)
 DTYPES: dict[str, torch.dtype | None] = {"fp32": None, "bf16": torch.bfloat16}
 
 
-def cases(
-    seeds: Sequence[int], families: Sequence[str], dtypes: Sequence[str], strategies: Sequence[str]
-) -> Iterator[dict[str, Any]]:
-    """One entry a fault, strategy and number format."""
-    outcomes: dict[tuple[str, str, str], list[Outcome]] = defaultdict(list)
-    ratios: dict[tuple[str, str, str], list[float]] = defaultdict(list)
-    memory: dict[tuple[str, str, str], float] = {}
+class Trials:
+    """Trials by (fault, strategy, dtype, seed); kept in a file, where one is given, and not run again."""
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+        self.found: dict[tuple[str, str, str, int], dict[str, Any]] = {}
+        for line in path.read_text().splitlines() if path is not None and path.exists() else ():
+            self._keep(json.loads(line))
+
+    def _keep(self, trial: dict[str, Any]) -> None:
+        self.found[trial["fault"], trial["strategy"], trial["dtype"], trial["seed"]] = trial
+
+    def add(self, trial: dict[str, Any]) -> None:
+        self._keep(trial)
+        if self._path is None:
+            return
+        with self._path.open("a") as file:
+            file.write(json.dumps(trial) + "\n")
+
+    def of(self, fault: str, strategy: str, dtype: str) -> list[dict[str, Any]]:
+        return [trial for key, trial in self.found.items() if key[:3] == (fault, strategy, dtype) and "exact" in trial]
+
+
+def run_trials(
+    trials: Trials, seeds: Sequence[int], families: Sequence[str], dtypes: Sequence[str], strategies: Sequence[str]
+) -> None:
+    """All that is not known yet. A fault that cannot be planted under a seed is a trial without an outcome."""
     for dtype in dtypes:
         for number, seed in enumerate(seeds):
             family = families[seed % len(families)]
             num = MICRO_BATCHES[seed % len(MICRO_BATCHES)]
+            wanted = {
+                fault: [one for one in strategies if (fault, one, dtype, seed) not in trials.found]
+                for fault in FAULTS
+                if (number < NUM_SEEDS or fault.startswith("layer"))
+                and min(len(trials.of(fault, one, dtype)) for one in strategies) < NUM_SEEDS
+            }
+            if not any(wanted.values()):
+                continue
             base = ground(
                 model_of(family, seed), seed, num_micro_batches=num, num_rows=NUM_ROWS // num, autocast=DTYPES[dtype]
             )
-            for fault, plant in FAULTS.items():
-                is_layer = fault.startswith("layer")
-                if number >= NUM_SEEDS and not is_layer:
-                    continue
-                case = plant(base)
-                if case is None:
-                    continue
-                one_step_s = min(step_cpu_s(case.step) for _ in range(3))
-                for strategy in strategies:
-                    key = (fault, strategy, dtype)
-                    if is_layer and len(outcomes[key]) >= NUM_SEEDS:
+            for fault, missing in wanted.items():
+                named = {"fault": fault, "dtype": dtype, "seed": seed, "family": family}
+                case = FAULTS[fault](base) if missing else None
+                one_step_s = min(step_cpu_s(case.step) for _ in range(3)) if case is not None else 0.0
+                for strategy in missing:
+                    if case is None:
+                        trials.add(named | {"strategy": strategy})
                         continue
                     outcome = strategy_outcome(case, strategy)
-                    outcomes[key].append(outcome)
-                    ratios[key].append(outcome.cpu_s / one_step_s)
-                    if key not in memory and fault == MEMORY_FAULT:
-                        memory[key] = memory_ratio(case, strategy)
-                    _say(json.dumps({"fault": fault, "strategy": strategy, "dtype": dtype, "seed": seed,
-                                     "family": family} | asdict(outcome)))  # fmt: skip
+                    memory = memory_ratio(case, strategy) if fault == MEMORY_FAULT and number == 0 else None
+                    measured = {"cpu_ratio": outcome.cpu_s / one_step_s, "memory_ratio": memory}
+                    trials.add(named | {"strategy": strategy} | asdict(outcome) | measured)
             _say(f"{dtype} seed {seed} done")
-    for key, found in outcomes.items():
-        fault, strategy, dtype = key
+
+
+def cases(trials: Trials) -> Iterator[dict[str, Any]]:
+    """One entry a fault, strategy and number format."""
+    for fault, strategy, dtype in dict.fromkeys(key[:3] for key in trials.found):
+        lines = trials.of(fault, strategy, dtype)
+        if not lines:
+            continue
+        found = [Outcome(**{one.name: line[one.name] for one in fields(Outcome)}) for line in lines]
+        memory = [line["memory_ratio"] for line in lines if line["memory_ratio"] is not None]
         checksums = [abs(value - 1) for value in finite([one.checksum for one in found])]
         yield {
             "fault": fault,
@@ -102,8 +133,8 @@ def cases(
             "cost_steps": _median([one.steps for one in found]),
             "cost_steps_p95": _quantile([one.steps for one in found], 0.95),
             "cost_steps_whole": _median([one.steps_whole for one in found]),
-            "cpu_ratio": _median(ratios[key]),
-            "peak_memory_ratio": round(memory[key], 2) if key in memory else None,
+            "cpu_ratio": _median([line["cpu_ratio"] for line in lines]),
+            "peak_memory_ratio": round(memory[0], 2) if memory else None,
             "checksum_error_p95": _quantile(checksums, 0.95),
             "checksum_error_max": max(checksums, default=None),
             "share_error_max": max(finite([one.share_error for one in found]), default=None),
@@ -150,6 +181,7 @@ def main() -> int:
     parser.add_argument("--strategy", choices=STRATEGIES, action="append", help="one or several (default: all)")
     parser.add_argument("--only", choices=["cases", "growth"], help="one half")
     parser.add_argument("--seeds", type=int, help=f"seeds of every fault (default {NUM_SEEDS})")
+    parser.add_argument("--resume", type=Path, help="file of trials to go on from and to add to")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     started = time.time()
@@ -158,9 +190,9 @@ def main() -> int:
     families = [arguments.model] if arguments.model else FAMILIES
     result: dict[str, Any] = {"cases": [], "growth": [], "table": []}
     if arguments.only != "growth":
-        result["cases"] = list(
-            cases(seeds, families, arguments.dtype or list(DTYPES), arguments.strategy or STRATEGIES)
-        )
+        trials = Trials(arguments.resume)
+        run_trials(trials, seeds, families, arguments.dtype or list(DTYPES), arguments.strategy or STRATEGIES)
+        result["cases"] = list(cases(trials))
     if arguments.only != "cases":
         family = arguments.model or "qwen3"
         result |= growth.measured(family, arguments.seed_base, quick=arguments.quick, say=_say)

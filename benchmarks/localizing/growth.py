@@ -4,6 +4,7 @@ One token of 100 times the healthy norm, planted by its own gradient's norm. The
 what a search costs when the gradient is given; `with_proof` adds the replay for it and the certificate.
 """
 
+import copy
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 from localizing.faults import LIMIT_OVER_HEALTHY
 from localizing.published import FACTORS, Published
-from localizing.step import PROMPT, Step, batches_of, model_of, run, with_coefficients
+from localizing.step import PROMPT, Step, batches_of, logp_of, model_of, run, with_coefficients
 from localizing.strategies import GIVEN_G, step_cpu_s
 
 import gradloc
@@ -32,6 +33,10 @@ MICRO_BATCHES = (1, 2, 4, 8, 16, 32, 64)
 ROW_LENGTH = 128
 TOKENS_OF_MICRO_BATCH = 512
 TIMES = 100.0
+RANKS = (2, 4, 8)
+RANKS_TOKENS, RANKS_ROW_LENGTH = 4096, 64
+NUM_TABLE_SEEDS = 3
+NUM_IDLE_STEPS, NUM_IDLE_PAIRS = 4, 9
 
 
 def struck(
@@ -103,33 +108,38 @@ def measured(family: str, seed_base: int, *, quick: bool, say: Callable[[str], N
     """The parts `growth`, `table`, and the three costs by themselves."""
     torch.set_num_threads(1)
     growth = []
-    for num_tokens in TOKENS[:1] if quick else TOKENS:
-        for row_length in ROW_LENGTHS[:1] if quick else ROW_LENGTHS:
-            step, place = struck(family, seed_base, num_tokens=num_tokens, row_length=row_length, num_micro_batches=8)
-            one_step_s = step_cpu_s(step)
-            for name, work in STRATEGIES.items():
-                if name == "published" and num_tokens not in PUBLISHED_TOKENS:
-                    continue
-                found = work(step, place, scoped=False)
-                growth.append(
-                    {
-                        "num_tokens": num_tokens,
-                        "sequence_length": row_length,
-                        "num_ranks": 1,
-                        "strategy": name,
-                        "cost_steps": round(found["cost_steps"], 4),
-                        "cpu_ratio": round(found["cpu_s"] / one_step_s, 3),
-                        "right": found["right"],
-                    }
-                )
-            say(f"growth: {num_tokens} tokens in rows of {row_length}")
-    table = list(_table(family, seed_base, MICRO_BATCHES[:2] if quick else MICRO_BATCHES, 1, say))
+    shapes = [(tokens, length, 1) for tokens in TOKENS for length in ROW_LENGTHS]
+    shapes += [(RANKS_TOKENS, RANKS_ROW_LENGTH, num_ranks) for num_ranks in RANKS]
+    for num_tokens, row_length, num_ranks in shapes[:1] if quick else shapes:
+        step, place = struck(
+            family, seed_base, num_tokens=num_tokens, row_length=row_length, num_micro_batches=8, num_ranks=num_ranks
+        )
+        one_step_s = step_cpu_s(step)
+        for name, work in STRATEGIES.items():
+            if name == "published" and num_tokens not in PUBLISHED_TOKENS:
+                continue
+            found = work(step, place, scoped=False)
+            growth.append(
+                {
+                    "num_tokens": num_tokens,
+                    "sequence_length": row_length,
+                    "num_ranks": num_ranks,
+                    "strategy": name,
+                    "cost_steps": round(found["cost_steps"], 4),
+                    "cpu_ratio": round(found["cpu_s"] / one_step_s, 3),
+                    "right": found["right"],
+                }
+            )
+        say(f"growth: {num_tokens} tokens in rows of {row_length} on {num_ranks} ranks")
+    counts = MICRO_BATCHES[:2] if quick else MICRO_BATCHES
+    table = list(_table(family, seed_base, counts, 1 if quick else NUM_TABLE_SEEDS, say))
     step, place = struck(family, seed_base, num_tokens=2048, row_length=64, num_micro_batches=8)
     return {
         "growth": growth,
         "table": table,
         "scoped_cost_steps": round(attribution(step, place, scoped=True)["cost_steps"], 4),
         "inline_cost_steps": inline_cost(step),
+        "idle_cpu_ratio": round(idle_cpu_ratio(family, seed_base), 4),
         "service_cost_steps": service_cost(step),
     }
 
@@ -186,6 +196,36 @@ def inline_cost(step: Step) -> float:
     step.model.zero_grad(set_to_none=True)
     assert probe.finding is not None, "the spike was not noticed"
     return probe.finding.cost.steps
+
+
+def idle_cpu_ratio(family: str, seed: int) -> float:
+    """Healthy steps under inline mode beside those of a probe without it: CPU seconds, median over pairs in turn."""
+    model = model_of(family, seed, num_layers=2)
+    placed = batches_of(model, seed, num_micro_batches=2, num_rows=8, num_response=64 - PROMPT, num_ranks=1)
+    inline, plain = model, copy.deepcopy(model)
+    probes = {
+        inline: gradloc.watch(inline, run="inline", localize="inline"),
+        plain: gradloc.watch(plain, run="plain"),
+    }
+
+    def steps(watched: torch.nn.Module) -> float:
+        started = time.process_time()
+        for _ in range(NUM_IDLE_STEPS):
+            watched.zero_grad(set_to_none=True)
+            for one in placed:
+                logp_BR = logp_of(watched, one.batch)
+                probes[watched].tokens(
+                    logp_BR, one.batch.ids_BT, one.batch.mask_BR, attention_mask=one.batch.attention_mask_BT
+                )
+                (logp_BR * one.batch.coefficient_BR).sum().backward()
+            probes[watched].observe()
+        return time.process_time() - started
+
+    steps(inline), steps(plain)
+    ratios = [steps(inline) / steps(plain) for _ in range(NUM_IDLE_PAIRS)]
+    for probe in probes.values():
+        probe.close()
+    return statistics.median(ratios)
 
 
 def _logp(policy: Policy, batch: Any) -> torch.Tensor:
