@@ -6,6 +6,7 @@
     python benchmarks/localizer.py --json --resume F   trials go to F, a line each; those in it are not run again
 
     python benchmarks/localizer.py --json --model moe  one family only: qwen3, qwen3-untied, llama, gpt2, moe, lora
+    python benchmarks/localizer.py --json --model smollm2    SmolLM2-135M alone: 20 planted tokens beside float64
 
 Cases. Small randomly initialised models of six families in turn (seed modulo 6), 16 rows in 1, 2, 4, 8 or 16
 micro-batches (by seed); a fault of exactly known size planted in the coefficients (for layers: an embedding
@@ -176,7 +177,7 @@ def main() -> int:
     parser.add_argument("--json", action="store_true", help="one line for machines at the end")
     parser.add_argument("--quick", action="store_true", help="one seed, short growth")
     parser.add_argument("--seed-base", type=int, default=0, help="first seed (default 0)")
-    parser.add_argument("--model", choices=FAMILIES, help="one family only")
+    parser.add_argument("--model", choices=[*FAMILIES, "smollm2"], help="one family only")
     parser.add_argument("--dtype", choices=list(DTYPES), action="append", help="fp32, bf16 (default: both)")
     parser.add_argument("--strategy", choices=STRATEGIES, action="append", help="one or several (default: all)")
     parser.add_argument("--only", choices=["cases", "growth"], help="one half")
@@ -187,6 +188,13 @@ def main() -> int:
     started = time.time()
     num = 1 if arguments.quick else arguments.seeds or NUM_SEEDS_LAYER
     seeds = range(arguments.seed_base, arguments.seed_base + num)
+    if arguments.model == "smollm2":
+        from localizing import language_model
+
+        dtypes = arguments.dtype or list(DTYPES)
+        found = language_model.measured(arguments.seed_base, dtypes, arguments.resume, _say)
+        sys.stdout.write(json.dumps({"smollm2": found, "seed_base": arguments.seed_base, "commit": _commit()}) + "\n")
+        return 0
     families = [arguments.model] if arguments.model else FAMILIES
     result: dict[str, Any] = {"cases": [], "growth": [], "table": []}
     if arguments.only != "growth":

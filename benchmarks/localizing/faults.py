@@ -22,6 +22,7 @@ LIMIT_OVER_HEALTHY = 2.0
 RESIDUAL_RMS = 3e-4  # of the stream behind the blocks, at one position
 LAYER_SPIKE_MIN = 20.0  # times the healthy norm: smaller cancellations are a large token, not an explosion
 PLACES_TRIED = 2
+NUM_DRAWS, NUM_DRAWN, DRAWN_SCALE = 12, 128, 3e-3  # rows tried where the blocks compute in 16 bits
 Coefficients = list[Tensor]
 
 
@@ -211,7 +212,7 @@ def layer(base: Ground, num_blocks: int) -> Case | None:
         position = batch.first_position + where.column - 1  # read there, the next token is predicted from it
         ids_BT[where.row, position] = RARE
         placed[where.batch] = replace(placed[where.batch], batch=replace(batch, ids_BT=ids_BT))
-        if not _cancel(model, ids_BT[where.row, :position], num_blocks, base.generator):
+        if not _cancel(model, ids_BT[where.row, :position], num_blocks, base.generator, base.step.autocast):
             continue
         step = run(model, placed, base.step.autocast)
         step = replace(step, healthy_norm=base.step.norm, healthy_layer_norms=base.step.layer_norms)
@@ -225,7 +226,9 @@ def layer(base: Ground, num_blocks: int) -> Case | None:
     return None
 
 
-def _cancel(model: Any, before_S: Tensor, num_blocks: int, generator: torch.Generator) -> bool:
+def _cancel(
+    model: Any, before_S: Tensor, num_blocks: int, generator: torch.Generator, autocast: torch.dtype | None
+) -> bool:
     """Moves RARE's embedding row to where, after this context, the residual stream nearly vanishes; whether it did."""
     lower = copy.deepcopy(model.model).double()
     lower.layers = lower.layers[:num_blocks]
@@ -254,9 +257,32 @@ def _cancel(model: Any, before_S: Tensor, num_blocks: int, generator: torch.Gene
     optimizer.step(closure)
     if float(miss_H().detach().square().mean().sqrt()) > RESIDUAL_RMS:
         return False
+    row_H = row_H.detach().float()
+    if autocast is not None:
+        row_H = _on_the_grid(lower.float(), fixed_1SH.float(), row_H, generator, autocast)
     with torch.no_grad():
-        model.model.embed_tokens.weight[RARE] = row_H.float()
+        model.model.embed_tokens.weight[RARE] = row_H
     return True
+
+
+def _on_the_grid(
+    lower: Any, fixed_1SH: Tensor, row_H: Tensor, generator: torch.Generator, autocast: torch.dtype
+) -> Tensor:
+    """A row near this one whose stream cancels although the blocks compute in 16 bits: their sums jump, so rows are
+    drawn around the best one so far, each corrected by what it missed, and the best of them is kept."""
+    best_H, best = row_H, math.inf
+    with torch.no_grad(), torch.autocast("cpu", dtype=autocast):
+        for draw in range(NUM_DRAWS):
+            noise_NH = torch.randn(NUM_DRAWN, len(row_H), generator=generator) * (DRAWN_SCALE * 0.7**draw)
+            rows_NH = best_H + noise_NH * best_H.square().mean().sqrt()
+            for _ in range(2):
+                embedded = torch.cat([fixed_1SH.expand(NUM_DRAWN, -1, -1), rows_NH[:, None]], dim=1)
+                missed_NH = lower(inputs_embeds=embedded, use_cache=False).last_hidden_state[:, -1].float()
+                size_N = missed_NH.square().mean(dim=1).sqrt()
+                if float(size_N.min()) < best:
+                    best, best_H = float(size_N.min()), rows_NH[int(size_N.argmin())].clone()
+                rows_NH = rows_NH - missed_NH
+    return best_H
 
 
 FAULTS: dict[str, Callable[[Ground], Case | None]] = {

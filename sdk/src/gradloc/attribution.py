@@ -272,11 +272,13 @@ class _Prober:
     def _checksum(self) -> float:
         return math.fsum(float(track.shares_N.sum()) for track in self._tracks.values())
 
-    def _is_off(self) -> bool:
-        """Whether the sum is further from one than aimed at: in 32 bits in full, else against the largest share."""
-        largest = max(track.size for track in self._tracks.values())
-        absolute = self._full_precision and not self._one_sided
-        return not abs(self._checksum() - 1.0) <= self._aim * (1.0 if absolute else max(1.0, largest)) + self._slack
+    def _is_off(self, tolerance: float | None = None) -> bool:
+        """Whether the sum is further from one than aimed at: in 32 bits in full, else against the largest share.
+        Or whether it is further than that tolerance, against the largest share."""
+        largest = max(1.0, *(track.size for track in self._tracks.values()))
+        absolute = tolerance is None and self._full_precision and not self._one_sided
+        allowed = (self._aim if tolerance is None else tolerance) * (1.0 if absolute else largest)
+        return not abs(self._checksum() - 1.0) <= allowed + self._slack
 
     def _move(self, rows: Iterable[Row], eps: float) -> None:
         for row, up_R in self._probe.moved(list(rows), eps).items():
@@ -340,9 +342,11 @@ class _Prober:
         """Exact derivatives for the worst of the wanted rows, until the sum is as aimed at or what is left cannot
         matter; other values of eps where an operation has no forward-mode derivative."""
         while self._is_off():
-            doubts = {row: self._doubt(track) for row, track in self._tracks.items() if is_wanted(track)}
+            doubts = {row: track.unevenness for row, track in self._tracks.items() if is_wanted(track)}
+            doubts = {row: doubt for row, doubt in doubts.items() if doubt > 0}
             total = math.fsum(doubts.values())
-            if not total > self._aim / 4:
+            # A row that moved so far that its logp saturates looks harmless: where the sum would not do, go on.
+            if not doubts or (total <= self._aim / 4 and not self._is_off(self._tolerance)):
                 return
             chosen: list[Row] = []
             covered = 0.0
@@ -353,19 +357,16 @@ class _Prober:
                     break
             derivatives = self._probe.derivatives(chosen)
             if derivatives is not None:
+                before = self._checksum()
                 for row, derivative_R in derivatives.items():
                     self._tracks[row].derivative_N = derivative_R[self._tracks[row].at]
+                if not self._full_precision and abs(self._checksum() - before) <= self._aim / 4:
+                    return  # the worst of them were right already: what is left is the arithmetic's
             elif self._num_retries < NUM_RETRIES_MAX:
                 self._num_retries += 1
-                self._retry([row for row, doubt in doubts.items() if doubt > 0])
+                self._retry(list(doubts))
             else:
                 return
-
-    def _doubt(self, track: _Track) -> float:
-        """What the row's share may be wrong by: its second difference; in 16 bits that is noise, and all may be."""
-        if self._full_precision or track.derivative_N is not None:
-            return track.unevenness
-        return _finite(float(track.shares_N.abs().sum()))
 
     def _retry(self, rows: Sequence[Row]) -> None:
         """A smaller eps where logp bends, a larger one where rounding speaks; kept where the sum is nearer to one."""

@@ -273,7 +273,8 @@ def find_rows(scene: Scene, attribution: Attribution, limit: float) -> CulpritSe
         places = tuple(place for row in rows for place in places_of(scene, row))
         without = scene.under(masked(scene.coefficients, places)).gradient
         if without.norm <= limit:
-            bound = num_tokens_lower_bound(attribution, scene.gradient.norm, limit)
+            sound = attribution.is_sound
+            bound = num_tokens_lower_bound(attribution, scene.gradient.norm, limit) if sound else None
             return CulpritSet(places, without, True, bound, gap, rows)
         needed += 1  # the bound was necessary, not sufficient: cross terms between rows
     return None
@@ -286,11 +287,17 @@ def places_of(scene: Scene, row: tuple[int, int]) -> list[Place]:
     return [Place(batch, index, column) for column in columns]
 
 
+def is_concentrated(shares: Sequence[Tensor], row: tuple[int, int]) -> bool:
+    """Whether one token of the row has nearly all of its share."""
+    share_R = shares[row[0]][row[1]]
+    return float(share_R.max()) >= CONCENTRATED * float(share_R.sum())
+
+
 def is_whole_row(scene: Scene, row: tuple[int, int], shares: Sequence[Tensor]) -> bool:
     """Whether a sequence is out of line as a whole: all its coefficients are large, or many of its shares."""
     batch, index = row
     share_R = shares[batch][index]
-    if float(share_R.max()) >= CONCENTRATED * float(share_R.sum()):
+    if is_concentrated(shares, row):
         return False
     own = scene.coefficients[batch][index].abs()
     own = own[own > 0]

@@ -42,8 +42,9 @@ def by_attribution(scene: Scene, limit: float, healthy_norm: float | None, *, sc
         return by_attribution(whole, limit, healthy_norm)
     if healthy_norm is not None and scene.focus is None and scene.gradient.norm < SPIKE_OVER_HEALTHY_MIN * healthy_norm:
         return Search("batch-wide", None, culprits.verified_top(scene, attribution), attribution)
-    tried_rows = attribution.is_sound and culprits.is_whole_row(
-        scene, culprits.row_shares(attribution.shares)[0][0], attribution.shares
+    first_row = culprits.row_shares(attribution.shares)[0][0]
+    tried_rows = culprits.is_whole_row(scene, first_row, attribution.shares) or not (
+        attribution.is_sound or culprits.is_concentrated(attribution.shares, first_row)
     )
     rows = culprits.find_rows(scene, attribution, limit) if tried_rows else None
     if rows is not None:
@@ -51,7 +52,8 @@ def by_attribution(scene: Scene, limit: float, healthy_norm: float | None, *, sc
     found, exact = culprits.find_tokens(scene, attribution, limit)
     if found is not None and (len(found.places) <= culprits.NUM_CERTAIN or found.gap >= culprits.GAP):
         return Search("token", found, exact, attribution)
-    if attribution.is_sound and not tried_rows:
+    # Where the sum is not one the rows are a guess, but a replay without them proves it or not.
+    if not tried_rows:
         rows = culprits.find_rows(scene, attribution, limit)
         if rows is not None:
             return _of_rows(scene, rows, exact, attribution)
