@@ -170,6 +170,7 @@ def test_every_reference_resolves_and_no_secret_is_in_the_open(case: str) -> Non
     for document in documents:
         there.setdefault(document["kind"], set()).add(document["metadata"]["name"])
     accounts = there["ServiceAccount"]
+    generated = {d["metadata"]["name"]: set(d["data"]) for d in documents if d["kind"] == "Secret"}
     labels = [pod["metadata"]["labels"] for _, pod in pods(documents)]
     for name, pod in pods(documents):
         spec = pod["spec"]
@@ -178,6 +179,11 @@ def test_every_reference_resolves_and_no_secret_is_in_the_open(case: str) -> Non
         mounted = {mount["name"] for container in spec["containers"] for mount in container.get("volumeMounts", ())}
         claimed = {"data"} if name.startswith("StatefulSet") else set()  # of volumeClaimTemplates
         assert mounted == {volume["name"] for volume in spec.get("volumes", ())} | claimed, name
+        for key, secret in keys_of(spec):
+            assert secret not in generated or key in generated[secret], f"{name}: {secret} has no key {key}"
+        for container in spec["containers"]:
+            image = container["image"].rpartition(":")[0].rpartition("/")[2]
+            assert image == "redis" or (ROOT / "services" / image / "Dockerfile").exists(), f"{name}: {image}"
         for secret in secrets_of(spec):
             assert secret in there.get("Secret", set()) or f'"{secret}"' in given, f"{name}: secret {secret}"
         for volume in spec.get("volumes", ()):
@@ -225,6 +231,17 @@ def test_every_reference_resolves_and_no_secret_is_in_the_open(case: str) -> Non
             assert "password" not in shown.lower(), document["metadata"]["name"]
             for name, value in secret_values(documents):
                 assert value not in shown, f"{document['metadata']['name']} shows {name}"
+
+
+def keys_of(spec: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """Every key of a secret that a pod names, with the secret."""
+    for volume in spec.get("volumes", ()):
+        for item in volume.get("secret", {}).get("items", ()):
+            yield item["key"], volume["secret"]["secretName"]
+    for container in spec["containers"]:
+        for entry in container.get("env", ()):
+            if reference := entry.get("valueFrom", {}).get("secretKeyRef"):
+                yield reference["key"], reference["name"]
 
 
 def secret_values(documents: tuple[dict[str, Any], ...]) -> Iterator[tuple[str, str]]:
