@@ -7,7 +7,6 @@ normalised.
 
 import torch
 
-from gradloc.demo import task
 from gradloc.demo.moment import CommonFault
 from gradloc.demo.rollout import Rollouts
 from gradloc.demo.settings import GROUP_SIZE
@@ -20,5 +19,5 @@ class ShuffledKey(CommonFault):
         if self.struck_at is None:
             return super().rewards(step, rollouts)
         problems = rollouts.problems[GROUP_SIZE:] + rollouts.problems[:GROUP_SIZE]
-        values = [task.reward(asked, rollouts.response(row)) for row, asked in enumerate(problems)]
+        values = [asked.reward(rollouts.response(row)) for row, asked in enumerate(problems)]
         return torch.tensor(values, dtype=torch.float32)

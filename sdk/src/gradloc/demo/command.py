@@ -18,9 +18,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 from rich.table import Table
 from rich.text import Text
 
-from gradloc.demo.envelope import ANSWERS, FAULT_NAMES
+from gradloc.demo.envelope import FAULT_NAMES, MODELS, SMOLLM2, TINY
 from gradloc.demo.performance import House, Script, Told, opened, perform, staged
 from gradloc.demo.review import in_short, review
+from gradloc.demo.smollm2 import WeightsMissing, weights_path
 from gradloc.workstation.processes import StartFailed, interruptible
 
 
@@ -32,6 +33,13 @@ from gradloc.workstation.processes import StartFailed, interruptible
     help=f"One of {', '.join(FAULT_NAMES)}; token-mismatch if not given. Several are played one after the other.",
 )
 @click.option("--all", "is_all", is_flag=True, help="Play every fault, one after the other, and show a table.")
+@click.option(
+    "--model",
+    type=click.Choice(list(MODELS)),
+    default=TINY,
+    show_default=True,
+    help=f"tiny: a transformer that sorts digits. {SMOLLM2}: a language model that adds numbers (`make smollm`).",
+)
 @click.option("--seed", type=click.IntRange(0, 10**6), default=1, show_default=True, help="Chooses data and place.")
 @click.option(
     "--steps",
@@ -54,6 +62,7 @@ from gradloc.workstation.processes import StartFailed, interruptible
 def demo(
     faults: tuple[str, ...],
     is_all: bool,
+    model: str,
     seed: int,
     num_steps: int | None,
     strategy: Literal["attribution", "bisect"],
@@ -74,9 +83,17 @@ def demo(
         raise click.UsageError("--all plays every fault; leave out --fault, or name those you want")
     faults = FAULT_NAMES if is_all else faults or FAULT_NAMES[:1]
     is_one = len(faults) == 1
+    _check_model(model, faults)
     if not is_one and (kill_redis_at_step is not None or keep):
         raise click.UsageError("--kill-redis-at-step and --keep are for one fault; several share their services")
-    script = Script(faults[0], seed, num_steps or ANSWERS[faults[0]].num_steps, strategy, kill_redis_at_step)
+    script = Script(
+        faults[0],
+        seed,
+        num_steps or MODELS[model].steps_for(faults[0]),
+        strategy,
+        kill_redis_at_step,
+        model=model,
+    )
     if kill_redis_at_step is not None and kill_redis_at_step >= script.num_steps:
         raise click.UsageError(
             f"--kill-redis-at-step {kill_redis_at_step} is beyond the last of {script.num_steps} steps"
@@ -102,6 +119,20 @@ def demo(
     sys.exit(0 if is_right else 1)
 
 
+def _check_model(model: str, faults: tuple[str, ...]) -> None:
+    """Raises click.UsageError for what the model does not know, or where its weights are not installed."""
+    known = MODELS[model].faults
+    unknown = [fault for fault in faults if fault not in known]
+    if unknown:
+        raise click.UsageError(f"--model {model} knows the faults {', '.join(known)}; {unknown[0]!r} is for {TINY}")
+    if model != SMOLLM2:
+        return
+    try:
+        weights_path()
+    except WeightsMissing as error:
+        raise click.UsageError(str(error)) from None
+
+
 def _play(script: Script, work: Path, console: Console, keep: bool) -> dict[str, Any]:
     with _progress(console, script.num_steps) as (progress, tell), perform(script, work, tell) as played:
         result = review(script, played)
@@ -121,9 +152,9 @@ def _play_all(
     def tell(told: Told) -> None:
         console.print(Text(f"  {told.text}", style="dim"))
 
-    with opened(work, first.seed, first.strategy, tell) as house:
+    with opened(work, first.seed, first.strategy, tell, first.model) as house:
         for number, fault in enumerate(faults, start=1):
-            script = replace(first, fault=fault, num_steps=num_steps or ANSWERS[fault].num_steps, number=number)
+            script = replace(first, fault=fault, num_steps=num_steps or first.cast.steps_for(fault), number=number)
             rows.append(_one_of_all(house, script, work / str(number), console))
     _show_all(rows, console)
     return {"seed": first.seed, "strategy": first.strategy, "faults": rows}

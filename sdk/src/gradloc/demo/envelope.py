@@ -46,3 +46,30 @@ ANSWERS = {
     "natural": Answer("token", "token-mismatch", "token", NUM_STEPS_NATURAL),
 }
 FAULT_NAMES = tuple(ANSWERS)
+
+TINY, SMOLLM2 = "tiny", "smollm2-135m"
+
+
+@dataclass(frozen=True)
+class Cast:
+    """How a model is played: ranks, threads of each, faults it knows, and how much longer than the tiny one it takes.
+
+    `num_steps` None: what the fault needs.
+    """
+
+    run_prefix: str
+    world_size: int = 2
+    num_threads: int = 1
+    faults: tuple[str, ...] = FAULT_NAMES
+    num_steps: int | None = None
+    patience: float = 1.0
+
+    def steps_for(self, fault: str) -> int:
+        return self.num_steps or ANSWERS[fault].num_steps
+
+
+# One rank of SmolLM2: two would need more than 8 GB.
+MODELS = {
+    TINY: Cast("grpo-sort"),
+    SMOLLM2: Cast("smollm2-grpo", 1, 1, ("token-mismatch", "none"), num_steps=16, patience=6.0),
+}

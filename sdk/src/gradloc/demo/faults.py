@@ -38,14 +38,17 @@ _MECHANISMS: dict[str, Callable[[int, int, Path], Fault]] = {
 }
 
 
-def named(name: str, seed: int, world_size: int, judge_dir: Path) -> Fault:
-    """The fault `name`. Raises ValueError for an unknown one."""
+def named(name: str, seed: int, world_size: int, judge_dir: Path, first_steps: tuple[int, int] | None = None) -> Fault:
+    """The fault `name`; `first_steps`: when it may strike, if not as usual. Raises ValueError for an unknown one."""
     if name not in FAULT_NAMES:
         raise ValueError(f"unknown fault {name!r}; expected one of {', '.join(FAULT_NAMES)}")
     assert {*_MECHANISMS, "none"} == {*FAULT_NAMES}
+    if name == "token-mismatch" and first_steps is not None:
+        return TokenMismatch(seed, world_size, judge_dir, first_steps)
     return _MECHANISMS[name](seed, world_size, judge_dir) if name in _MECHANISMS else Fault()
 
 
-def from_environment(seed: int, world_size: int) -> Fault:
+def from_environment(seed: int, world_size: int, first_steps: tuple[int, int] | None = None) -> Fault:
     """The fault that the environment names, none without one."""
-    return named(os.environ.get(FAULT_VARIABLE, "none"), seed, world_size, Path(os.environ.get(JUDGE_VARIABLE, ".")))
+    judge_dir = Path(os.environ.get(JUDGE_VARIABLE, "."))
+    return named(os.environ.get(FAULT_VARIABLE, "none"), seed, world_size, judge_dir, first_steps)

@@ -18,10 +18,11 @@ from typing import Any
 import click
 import torch
 
+from gradloc.demo import courses
 from gradloc.demo import testimony as kept
-from gradloc.demo.envelope import TRUTH
+from gradloc.demo.envelope import MODELS, TINY, TRUTH
 from gradloc.demo.grpo import token_losses
-from gradloc.demo.model import load_weights, new_model, response_logp
+from gradloc.demo.model import load_weights, response_logp
 from gradloc.demo.testimony import Testimony
 
 Place = tuple[int, int, int, int]  # rank, micro-batch, sequence, position in the row
@@ -78,7 +79,7 @@ def shares_of(testimony: Testimony, without: Collection[Place] = ()) -> Shares:
         for place in without:
             if place[:2] == (rank, index):
                 kept_BR[place[2], place[3] - prompt_length] = False
-        losses_BR = _losses(testimony, response_logp(model, part["ids_BT"]), part)
+        losses_BR = _losses(testimony, _response_logp(model, part), part)
         return torch.where(kept_BR, losses_BR, 0.0) / num_tokens
 
     whole = [torch.zeros_like(parameter) for parameter in parameters]
@@ -115,7 +116,7 @@ def not_finite(testimony: Testimony) -> list[Place]:
     for rank, parts in enumerate(testimony.ranks):
         for index, part in enumerate(parts):
             with torch.no_grad():
-                logp_BR = response_logp(model, part["ids_BT"])
+                logp_BR = _response_logp(model, part)
             logp_BR.requires_grad_(True)
             (derivative_BR,) = torch.autograd.grad(_losses(testimony, logp_BR, part).sum(), logp_BR)
             prompt_length = part["ids_BT"].shape[1] - part["mask_BR"].shape[1]
@@ -157,9 +158,13 @@ def _named(place: tuple[int, ...]) -> dict[str, int]:
 
 
 def _policy(testimony: Testimony) -> torch.nn.Module:
-    model: torch.nn.Module = new_model(0)
+    model: torch.nn.Module = courses.named(testimony.model).new_model(0)
     load_weights(model, testimony.weights)
     return model
+
+
+def _response_logp(model: torch.nn.Module, part: dict[str, torch.Tensor]) -> torch.Tensor:
+    return response_logp(model, part["ids_BT"], part["ids_BT"].shape[1] - part["mask_BR"].shape[1])
 
 
 def _losses(testimony: Testimony, logp_BR: torch.Tensor, part: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -177,10 +182,11 @@ def _losses(testimony: Testimony, logp_BR: torch.Tensor, part: dict[str, torch.T
 @click.command()
 @click.option("--folder", type=click.Path(path_type=Path, exists=True), required=True)
 @click.option("--world-size", type=click.IntRange(1), required=True)
-def main(folder: Path, world_size: int) -> None:
+@click.option("--model", type=click.Choice(list(MODELS)), default=TINY)
+def main(folder: Path, world_size: int, model: str) -> None:
     """Judge the testimony in FOLDER."""
-    torch.set_num_threads(1)
-    testimony = kept.read(folder, world_size)
+    torch.set_num_threads(MODELS[model].num_threads)
+    testimony = kept.read(folder, world_size, model)
     part = folder / f"{TRUTH}.part"
     part.write_text(json.dumps(None if testimony is None else verdict_on(testimony)))
     part.rename(folder / TRUTH)

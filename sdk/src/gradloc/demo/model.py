@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_model, save_model
 from torch import nn
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -44,11 +44,11 @@ def new_model(seed: int) -> Any:
 
 
 def save_weights(model: nn.Module, path: Path) -> None:
-    save_file({name: tensor.contiguous() for name, tensor in model.state_dict().items()}, path)
+    save_model(model, str(path))  # of tied weights one
 
 
 def load_weights(model: nn.Module, path: Path) -> None:
-    model.load_state_dict(load_file(path))
+    load_model(model, path)
 
 
 def response_log_probs(model: nn.Module, ids_BT: torch.Tensor, prompt_length: int = PROMPT_LENGTH) -> torch.Tensor:

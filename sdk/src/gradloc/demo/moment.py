@@ -98,9 +98,15 @@ class PlannedFault(Fault):
 
     kind = "token"  # what the judge shall look for
 
-    def __init__(self, seed: int, world_size: int, judge_dir: Path) -> None:
+    def __init__(
+        self,
+        seed: int,
+        world_size: int,
+        judge_dir: Path,
+        first_steps: tuple[int, int] = (FIRST_STEP_MIN, FIRST_STEP_MAX),
+    ) -> None:
         self._rng = np.random.default_rng([seed, 3])
-        self._first_step = int(self._rng.integers(FIRST_STEP_MIN, FIRST_STEP_MAX))
+        self._first_step = int(self._rng.integers(*first_steps))
         self._rank = int(self._rng.integers(world_size))
         self._judge_dir = judge_dir
         self._planted: dict[str, Any] = {}
@@ -153,8 +159,8 @@ class CommonFault(PlannedFault):
         return moment.rollouts
 
 
-def place_of(row: int, num_rows: int, at: int | None = None) -> dict[str, int]:
+def place_of(row: int, num_rows: int, at: int | None = None, prompt_length: int = PROMPT_LENGTH) -> dict[str, int]:
     """Where a rank's row (and response position) is, in the words of the testimony."""
     rows_each = num_rows // NUM_MICRO_BATCHES
     place = {"micro_batch": row // rows_each, "sequence": row % rows_each}
-    return place if at is None else {**place, "token": PROMPT_LENGTH + at}
+    return place if at is None else {**place, "token": prompt_length + at}

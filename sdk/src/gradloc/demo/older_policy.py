@@ -9,18 +9,19 @@ takes many answers until one does harm. Shapes: B rows, R response positions.
 from dataclasses import replace
 
 import torch
+import torch.distributed as dist
 
-from gradloc.demo.growth import logits_pull
+from gradloc.demo.grpo import token_losses
 from gradloc.demo.model import load_weights, new_model, response_logp
 from gradloc.demo.moment import Deed, Moment, PlannedFault, place_of
 from gradloc.demo.rollout import InferenceCopy, Rollouts
 from gradloc.demo.settings import rewards_of
 from gradloc.demo.task import PROMPT_LENGTH
 
-ANSWERS_EACH = 32  # that the old worker has for each request; the first to do harm is served
-NUM_TRIED = 12
+ANSWERS_EACH = 32  # that the old worker has for each request; the one that does most harm is served
+NUM_TRIED = 32
 TOKEN_RATIO_MAX = 4.0
-GROWTH_MIN = 12.0  # of the gradient at the logits over that of the whole rank
+GROWTH_MIN = 10.0  # of the norm of its own gradient over that of usual steps: smaller is no spike to speak of
 ADVANTAGE_MIN = 0.5
 
 
@@ -43,7 +44,7 @@ class SequenceMismatch(PlannedFault):
         for index in self._harmful(moment, answers):
             row = index % len(problems)
             rollouts = _with_row(moment.rollouts, row, answers, index)
-            growth = self._growth(moment, rollouts, row)
+            growth = self._norm(moment, rollouts, row) / moment.healthy_norm
             if growth >= GROWTH_MIN and (best is None or growth > best[0]):
                 best = (growth, rollouts, row)
         if best is None:
@@ -60,15 +61,25 @@ class SequenceMismatch(PlannedFault):
         order = total_B.argsort(descending=True)[:NUM_TRIED].tolist()
         return [index for index in order if float(total_B[index]) > 1.0]
 
-    def _growth(self, moment: Moment, rollouts: Rollouts, row: int) -> float:
+    def _norm(self, moment: Moment, rollouts: Rollouts, row: int) -> float:
+        """Norm of the answer's own part of the step's gradient."""
         advantage_B = self.advantages(moment.step, rewards_of(rollouts))
         if abs(float(advantage_B[row])) < ADVANTAGE_MIN:
             return 0.0
-        pull_BR, logp_BR = logits_pull(moment.model, rollouts, advantage_B)
-        total_B = (logp_BR - rollouts.logp_BR).masked_fill(~rollouts.mask_BR, 0.0).sum(dim=1)
-        energy_B = (pull_BR * total_B.exp()[:, None]).square().sum(dim=1)
-        others = energy_B.sum() - energy_B[row]
-        return float((energy_B[row] / others.clamp(min=1e-30)).sqrt())
+        only = slice(row, row + 1)
+        logp_1R = response_logp(moment.model, rollouts.ids_BT[only])
+        losses_1R = token_losses(
+            logp_1R,
+            logp_1R.detach(),
+            rollouts.logp_BR[only],
+            advantage_B[only],
+            rollouts.mask_BR[only],
+            by_sequence=True,
+        )
+        num_ranks = dist.get_world_size() if dist.is_initialized() else 1
+        loss = losses_1R.sum() / (rollouts.mask_BR.sum() * num_ranks)
+        gradients = torch.autograd.grad(loss, list(moment.model.parameters()))
+        return float(sum(gradient.square().sum() for gradient in gradients) ** 0.5)
 
 
 def _with_row(rollouts: Rollouts, row: int, answers: Rollouts, index: int) -> Rollouts:

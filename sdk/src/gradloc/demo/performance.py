@@ -20,12 +20,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from gradloc.demo.envelope import CHECKPOINT, FAULT_VARIABLE, JUDGE_VARIABLE, TRUTH, WEIGHTS
+from gradloc.demo.envelope import CHECKPOINT, FAULT_VARIABLE, JUDGE_VARIABLE, MODELS, TINY, TRUTH, WEIGHTS, Cast
 from gradloc.demo.slack import CHANNEL, TOKEN, SlackEndpoint
 from gradloc.workstation.processes import Process, StartFailed
 from gradloc.workstation.services import Plan, Workstation
 
-WORLD_SIZE = 2
+# Times the model's patience.
 PRETRAINING_TIMEOUT_S = 300.0
 TRAINING_TIMEOUT_S = 900.0
 FINDING_TIMEOUT_S = 300.0
@@ -44,10 +44,16 @@ class Script:
     strategy: Literal["attribution", "bisect"] = "attribution"
     kill_redis_at_step: int | None = None
     number: int | None = None  # of several that share their services
+    model: str = TINY
+
+    @property
+    def cast(self) -> Cast:
+        return MODELS[self.model]
 
     @property
     def run_id(self) -> str:
-        return f"grpo-sort-{self.seed}" if self.number is None else f"grpo-sort-{self.seed}-{self.number}"
+        run = f"{self.cast.run_prefix}-{self.seed}"
+        return run if self.number is None else f"{run}-{self.number}"
 
 
 @dataclass(frozen=True)
@@ -101,15 +107,19 @@ class House:
 
     station: Workstation
     slack: SlackEndpoint
-    pretraining: Process
+    pretraining: Process | None  # None: the weights are installed
     folder: Path  # of the pretrained weights
 
     def wait_ready(self) -> None:
         """Until Ray takes jobs and the weights are there. Raises StartFailed."""
         self.station.wait_ray()
+        if self.pretraining is None:
+            return
         self.pretraining.wait_ready((self.folder / WEIGHTS).exists, timeout_s=PRETRAINING_TIMEOUT_S)
 
     def hand_weights_to(self, training: Path) -> None:
+        if self.pretraining is None:
+            return
         shutil.copyfile(self.folder / CHECKPOINT, training / CHECKPOINT)
         part = training / f"{WEIGHTS}.part"
         shutil.copyfile(self.folder / WEIGHTS, part)
@@ -120,15 +130,22 @@ class House:
 def perform(script: Script, work: Path, tell: Callable[[Told], None]) -> Iterator[Played]:
     """Play the script in the folder `work`, with services of its own. Raises StartFailed where a process of ours
     ends early."""
-    with opened(work, script.seed, script.strategy, tell) as house, staged(house, script, work, tell) as played:
+    with (
+        opened(work, script.seed, script.strategy, tell, script.model) as house,
+        staged(house, script, work, tell) as played,
+    ):
         yield played
 
 
 @contextlib.contextmanager
 def opened(
-    work: Path, seed: int, strategy: Literal["attribution", "bisect"], tell: Callable[[Told], None]
+    work: Path,
+    seed: int,
+    strategy: Literal["attribution", "bisect"],
+    tell: Callable[[Told], None],
+    model: str = TINY,
 ) -> Iterator[House]:
-    """Services in `work`, and pretraining under way. Raises StartFailed."""
+    """Services in `work`, and pretraining under way where the model needs it. Raises StartFailed."""
     with SlackEndpoint() as slack:
         plan = Plan(
             folder=work / "services",
@@ -136,11 +153,13 @@ def opened(
             reporter_arguments=("--slack-channel", CHANNEL, "--slack-base-url", slack.base_url),
             reporter_env={"GRADLOC_SLACK_TOKEN": TOKEN},
         )
-        tell(Told("pretraining, and services"))
+        needs_weights = model == TINY
+        tell(Told("pretraining, and services" if needs_weights else "services"))
         with contextlib.ExitStack() as stack:
             folder = work / "pretraining"
-            pretraining = _start_pretraining(seed, folder)
-            stack.callback(pretraining.end)
+            pretraining = _start_pretraining(seed, folder) if needs_weights else None
+            if pretraining is not None:
+                stack.callback(pretraining.end)
             station = stack.enter_context(Workstation(plan, on_stage=lambda stage: tell(Told(f"{stage} starts"))))
             yield House(station, slack, pretraining, folder)
 
@@ -158,10 +177,10 @@ def staged(house: House, script: Script, work: Path, tell: Callable[[Told], None
         house.hand_weights_to(work / "training")
         audience = _Audience(script, played, ranks, tell)
         audience.watch_training()
-        judge = _start_judge(work)
+        judge = _start_judge(script, work)
         stack.callback(judge.end)
         audience.watch_services()
-        judge.wait_ready((played.judge_dir / TRUTH).exists, timeout_s=JUDGE_TIMEOUT_S)
+        judge.wait_ready((played.judge_dir / TRUTH).exists, timeout_s=JUDGE_TIMEOUT_S * script.cast.patience)
         yield played
 
 
@@ -176,21 +195,25 @@ def _start_ranks(script: Script, running: Workstation, work: Path) -> list[Proce
     judge_dir.mkdir(mode=0o700, parents=True)
     (work / "training").mkdir(parents=True)
     # By the environment: a command line is seen by everyone on the machine.
-    env = {FAULT_VARIABLE: script.fault, JUDGE_VARIABLE: str(judge_dir), "OMP_NUM_THREADS": "1"}
+    env = {FAULT_VARIABLE: script.fault, JUDGE_VARIABLE: str(judge_dir), **_threads(script)}
     ranks = []
-    for rank in range(WORLD_SIZE):
+    for rank in range(script.cast.world_size):
         command = [sys.executable, "-m", "gradloc.demo.trainer", "--work", str(work / "training")]
         command += ["--run", script.run_id, "--seed", str(script.seed), "--steps", str(script.num_steps)]
-        command += ["--rank", str(rank), "--world-size", str(WORLD_SIZE)]
-        command += ["--redis", running.redis_url, "--store", running.store_url]
+        command += ["--rank", str(rank), "--world-size", str(script.cast.world_size)]
+        command += ["--model", script.model, "--redis", running.redis_url, "--store", running.store_url]
         ranks.append(Process(f"rank {rank}", command, work / "training" / f"rank-{rank}.log", env))
     return ranks
 
 
-def _start_judge(work: Path) -> Process:
+def _start_judge(script: Script, work: Path) -> Process:
     command = [sys.executable, "-m", "gradloc.demo.judge", "--folder", str(work / "judge")]
-    command += ["--world-size", str(WORLD_SIZE)]
-    return Process("judge", command, work / "judge" / "judge.log", {"OMP_NUM_THREADS": "1"})
+    command += ["--world-size", str(script.cast.world_size), "--model", script.model]
+    return Process("judge", command, work / "judge" / "judge.log", _threads(script))
+
+
+def _threads(script: Script) -> dict[str, str]:
+    return {"OMP_NUM_THREADS": str(script.cast.num_threads)}
 
 
 class _Audience:
@@ -205,10 +228,11 @@ class _Audience:
 
     def watch_training(self) -> None:
         """Until all ranks have ended. Raises StartFailed where one fails."""
-        deadline = time.monotonic() + TRAINING_TIMEOUT_S
+        timeout_s = TRAINING_TIMEOUT_S * self._script.cast.patience
+        deadline = time.monotonic() + timeout_s
         while any(rank.returncode is None for rank in self._ranks):
             if time.monotonic() > deadline:
-                raise StartFailed(f"training did not end within {TRAINING_TIMEOUT_S:.0f} s")
+                raise StartFailed(f"training did not end within {timeout_s:.0f} s")
             self._look()
             self._check_ranks()
             time.sleep(_POLL_S)
@@ -288,7 +312,7 @@ class _Audience:
             _wait(lambda: bool(self._ask().incidents), 3.0)
         if self._played.incidents:
             self._tell(Told("localizing"))
-            _wait(lambda: self._ask().finding is not None, FINDING_TIMEOUT_S)
+            _wait(lambda: self._ask().finding is not None, FINDING_TIMEOUT_S * self._script.cast.patience)
             _wait(self._slack_has_it, QUIET_TIMEOUT_S)
 
     def _slack_has_it(self) -> bool:

