@@ -21,7 +21,7 @@ from gradloc.demo.task import PROMPT_LENGTH
 ANSWERS_EACH = 32  # that the old worker has for each request; the one that does most harm is served
 NUM_TRIED = 32
 TOKEN_RATIO_MAX = 4.0
-GROWTH_MIN = 10.0  # of the norm of its own gradient over that of usual steps: smaller is no spike to speak of
+GROWTH_MIN = 8.0  # of the norm of its own gradient over that of usual steps: twice what the median rule asks for
 ADVANTAGE_MIN = 0.5
 
 

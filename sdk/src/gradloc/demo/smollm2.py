@@ -44,6 +44,7 @@ def load(path: Path | None = None) -> LanguageModel:
     """The model and its tokenizer; half a minute. Raises WeightsMissing."""
     path = weights_path() if path is None else path
     os.environ["HF_HUB_OFFLINE"] = "1"
+    os.environ.setdefault("TQDM_DISABLE", "1")  # a bar of 272 tensors would fill a log
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
