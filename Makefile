@@ -17,7 +17,7 @@ IMAGES ?= gradloc
 TAG ?= $(shell sed -n 's/^appVersion: //p' deploy/k8s/gradloc/Chart.yaml)
 
 .DEFAULT_GOAL := list
-.PHONY: list install helm services images smollm verl demo test test-full check format bench schema clean
+.PHONY: chaos list install helm services images smollm verl demo test test-full check format bench schema clean
 
 list: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1 | \2/p' $(MAKEFILE_LIST) | column -t -s '|' 2>/dev/null || grep '##' $(MAKEFILE_LIST)
@@ -76,6 +76,9 @@ check: install ## ruff, mypy strict, import contracts
 format: install ## ruff, with repairs
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+chaos: install services ## the pipeline under schedules of faults: SCHEDULES=n SEED=s
+	$(BIN)/python tests/faults/chaos.py --schedules $(or $(SCHEDULES),5) --seed $(or $(SEED),1)
 
 bench: install ## every benchmark, one after the other; the longest take hours (BENCH_FLAGS= for people)
 	@set -e; for script in benchmarks/*.py; do echo "$$script"; $(BIN)/python "$$script" $(BENCH_FLAGS); done

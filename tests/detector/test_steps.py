@@ -94,6 +94,40 @@ def test_a_gap_is_told_once_after_its_grace_and_a_late_step_is_still_taken(story
     assert story.messages()[-1].spike.step == 22
 
 
+def announced(story, first_step, **values):
+    return RunStarted(run_id=story.run, ts=1.0, first_step=first_step, **values)
+
+
+def gaps_of(story):
+    found = [message for message in story.messages() if message.type == "stream_gap_noticed"]
+    return [(gap.first_step, gap.last_step) for gap in found]
+
+
+def test_what_was_lost_before_the_first_step_that_came_is_told_where_the_trainer_says_what_was_first(story):
+    story.tell(announced(story, 5), *story.steps(30, 45))
+    assert gaps_of(story) == [(5, 29)]
+
+
+def test_it_is_told_as_well_where_the_trainer_says_so_later(story):
+    story.tell(*story.steps(30, 45), announced(story, 5), *story.steps(46, 60), announced(story, 5))
+    assert gaps_of(story) == [(5, 29)]
+    story.tell(story.spike(7))  # late, and taken all the same
+    assert story.messages()[-1].spike.step == 7
+
+
+@pytest.mark.parametrize("first_step", [None, 30])
+def test_a_run_from_a_checkpoint_has_lost_nothing(story, first_step):
+    story.tell(announced(story, first_step), *story.steps(30, 60), announced(story, 30))
+    assert gaps_of(story) == []
+
+
+def test_an_attempt_has_a_first_step_of_its_own(story):
+    story.tell(
+        announced(story, 0), *story.steps(0, 29), announced(story, 20, attempt=1), *story.steps(25, 40, attempt=1)
+    )
+    assert gaps_of(story) == [(20, 24)]
+
+
 def test_a_gap_of_a_slow_run_is_told_by_the_clock(story):
     story.tell(*story.steps(0, 19), story.step(25), story.tick(100.0), story.tick(110.0))
     assert story.messages() == []

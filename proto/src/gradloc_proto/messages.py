@@ -116,6 +116,7 @@ class RunStarted(Message):
     tokenizer: ShortText | None = None
     config_digest: ShortText | None = None
     labels: dict[str, ShortText] = Field(default_factory=dict)
+    first_step: Count | None = None  # that was published; in announcements after the first, when it is known
 
     def key(self) -> str:
         return message_key("run-started", self.run_id, self.attempt)

@@ -11,20 +11,30 @@ from collections import deque
 
 from gradloc_proto import codec, streams
 from gradloc_proto.bus import START, Bus, BusUnavailable
-from gradloc_proto.messages import Limits, LimitsChanged, Message, RunEnded, RunStarted, SnapshotRequested
+from gradloc_proto.messages import Limits, LimitsChanged, Message, RunEnded, RunStarted, SnapshotRequested, StepObserved
 
 QUEUE_LENGTH_MAX = 4_096  # more than an hour at one step a second
 BATCH_LENGTH_MAX = 256
 POLL_INTERVAL_S = 0.2  # a limit is at most this old when Redis answers
 BACKOFF_MAX_S = 5.0
 CLOSE_TIMEOUT_S = 5.0
+# A detector tells limits at latest every 32 steps: after twice as many without any, nobody watches the run.
+UNWATCHED_STEPS = 64
+UNWATCHED_S = 20.0
+UNWATCHED_MAX_S = 600.0  # between announcements of a run that nobody wants
 _log = logging.getLogger("gradloc")
 
 
 class Publisher:
-    """Publishes one run's messages; `limits` and `wish` are what came back."""
+    """Publishes one run's messages; `limits` and `wish` are what came back.
 
-    def __init__(self, bus: Bus, run_id: str, *, queue_length_max: int = QUEUE_LENGTH_MAX) -> None:
+    Redis may lose the announcement of the run: it is announced again after each outage, and when no limits come back
+    for UNWATCHED_STEPS steps and `unwatched_s` seconds.
+    """
+
+    def __init__(
+        self, bus: Bus, run_id: str, *, queue_length_max: int = QUEUE_LENGTH_MAX, unwatched_s: float = UNWATCHED_S
+    ) -> None:
         self._bus = bus
         self._run_id = run_id
         self._queue: deque[Message] = deque()
@@ -34,6 +44,12 @@ class Publisher:
         self._closing = False
         self._control_cursor: str | None = None
         self._down = False
+        self._announcement: RunStarted | None = None
+        self._announce_again = False
+        self._first_step: int | None = None
+        self._num_unwatched = 0  # messages since the last news of limits
+        self._news_at = time.monotonic()
+        self._unwatched_s = self._patience_s = unwatched_s
         self.num_dropped = 0
         self.limits: Limits | None = None
         self.wish: SnapshotRequested | None = None
@@ -42,6 +58,8 @@ class Publisher:
 
     def put(self, message: Message) -> None:
         """Queue a message; drops the oldest when full."""
+        if self._first_step is None and isinstance(message, StepObserved):
+            self._first_step = message.step
         with self._changed:
             if len(self._queue) >= self._queue_length_max:
                 self._queue.popleft()
@@ -82,6 +100,7 @@ class Publisher:
                     batch, self._num_in_flight, self._down = [], 0, False
                     self._changed.notify_all()
                 self._poll()
+                self._look_for_a_watcher()
                 backoff_s = 0.1
             except BusUnavailable as error:
                 self._went_down(str(error))
@@ -102,17 +121,35 @@ class Publisher:
             if not self._down:
                 _log.warning("gradloc: %s; training goes on, telemetry waits", reason)
             self._down = True
+            self._announce_again = True
             self._changed.notify_all()
 
     def _send(self, batch: list[Message]) -> None:
+        started = [message for message in batch if isinstance(message, RunStarted)]
+        if started:
+            self._announcement = started[-1]
+        elif self._announce_again and self._announcement is not None:
+            # With its first step, so that what was lost before the first that arrives is noticed.
+            started = [self._announcement.model_copy(update={"first_step": self._first_step})]
+            batch = [*started, *batch]
         if not batch:
             return
         data = [codec.encode(self._with_count(message)) for message in batch]
         # The registry comes first: a run that nobody knows is watched by nobody.
-        started = [codec.encode(message) for message in batch if isinstance(message, RunStarted)]
-        self._bus.append(streams.REGISTRY, started, length_max=streams.REGISTRY_LENGTH_MAX)
+        known = [codec.encode(message) for message in started]
+        self._bus.append(streams.REGISTRY, known, length_max=streams.REGISTRY_LENGTH_MAX)
         key = streams.stream(self._run_id, "steps")
         self._bus.append(key, data, length_max=streams.STREAM_LENGTH_MAX["steps"])
+        self._announce_again = False
+        self._num_unwatched += len(batch)
+
+    def _look_for_a_watcher(self) -> None:
+        """Ask for the run to be announced again where nobody seems to know it, ever more rarely."""
+        silent_s = time.monotonic() - self._news_at
+        if self._num_unwatched >= UNWATCHED_STEPS and silent_s >= self._patience_s:
+            self._announce_again = True
+            self._num_unwatched, self._news_at = 0, time.monotonic()
+            self._patience_s = min(2 * self._patience_s, UNWATCHED_MAX_S)
 
     def _with_count(self, message: Message) -> Message:
         # The last message tells what was lost until the very end.
@@ -124,6 +161,8 @@ class Publisher:
         for entry in self._bus.read_last(streams.stream(self._run_id, "limits"), count=1):
             message = _readable(entry.data)
             if isinstance(message, LimitsChanged):
+                if self.limits is None or message.limits.version != self.limits.version:
+                    self._num_unwatched, self._news_at, self._patience_s = 0, time.monotonic(), self._unwatched_s
                 self.limits = message.limits
         control = streams.stream(self._run_id, "control")
         if self._control_cursor is None:  # wishes of before this process are not for it

@@ -135,7 +135,7 @@ def _run_started(state: DetectorState, message: RunStarted, policy: Policy) -> t
         "labels": {name[:64]: value for name, value in labels.items()},
         "last_ts": max(book.last_ts, message.ts),
     }
-    return replace(state, book=book.model_copy(update=changes)), effects
+    return replace(state, book=sequence.begun(book.model_copy(update=changes), message.first_step)), effects
 
 
 def _restarted(state: DetectorState, attempt: int, policy: Policy) -> tuple[DetectorState, Effects]:

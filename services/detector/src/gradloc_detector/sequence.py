@@ -25,13 +25,31 @@ def is_new(book: Book, step: int) -> bool:
     return any(gap.first <= step <= gap.last for gap in book.gaps)
 
 
+def begun(book: Book, first_step: int | None) -> Book:
+    """`book` once the trainer has said with which step the attempt begins: what lies between it and the first step that
+    came is missing. Said again, it changes nothing."""
+    if first_step is None or book.first_step is not None:
+        return book
+    gaps: list[Gap] = []
+    for gap in book.gaps:
+        gaps += _before(gap.last + 1, first_step) if gap.first == 0 and gap.told else (gap,)
+    return book.model_copy(update={"first_step": first_step, "gaps": tuple(gaps)})
+
+
+def _before(step: int, first_step: int | None) -> tuple[Gap, ...]:
+    """What is missing before the first step that came. An attempt may start at any step (a checkpoint), and its very
+    first messages may change places."""
+    start = step if first_step is None else min(first_step, step)
+    gaps = (Gap(first=0, last=start - 1, told=True), Gap(first=start, last=step - 1))
+    return tuple(gap for gap in gaps if gap.first <= gap.last)
+
+
 def arrived(book: Book, message: StepObserved, policy: Policy) -> tuple[Book, Effects]:
     """`book` after a new step: gaps opened or filled, and those whose grace is over told."""
     step, last = message.step, book.last_step
     gaps, distances = book.gaps, book.distances
     if last is None:
-        # A run may start at any step (a checkpoint), and its very first messages may change places.
-        gaps = (Gap(first=0, last=step - 1, told=True),) if step > 0 else ()
+        gaps = _before(step, book.first_step)
     elif step < last:
         gaps = _without(gaps, step)
     else:

@@ -104,6 +104,7 @@ class Book(Part):
     clock: float | None = None
     last_ts: float = 0.0
 
+    first_step: int | None = None  # of this attempt, where the trainer has said so
     last_step: int | None = None
     distances: tuple[int, ...] = ()  # of the last neighbouring steps: subsampled logging is no gap
     num_steps: int = 0
