@@ -17,6 +17,7 @@ DOCUMENTS = (
     "docs/design.md",
     "docs/protocol.md",
     "docs/algorithm.md",
+    "docs/reliability.md",
 )
 
 
