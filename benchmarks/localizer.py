@@ -182,6 +182,7 @@ def main() -> int:
     parser.add_argument("--strategy", choices=STRATEGIES, action="append", help="one or several (default: all)")
     parser.add_argument("--only", choices=["cases", "growth"], help="one half")
     parser.add_argument("--seeds", type=int, help=f"seeds of every fault (default {NUM_SEEDS})")
+    parser.add_argument("--table-seeds", type=int, default=3, help="seeds of the table of micro-batches (default 3)")
     parser.add_argument("--resume", type=Path, help="file of trials to go on from and to add to")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
@@ -203,7 +204,14 @@ def main() -> int:
         result["cases"] = list(cases(trials))
     if arguments.only != "cases":
         family = arguments.model or "qwen3"
-        result |= growth.measured(family, arguments.seed_base, quick=arguments.quick, say=_say)
+        result |= growth.measured(
+            family,
+            arguments.seed_base,
+            quick=arguments.quick,
+            strategies=arguments.strategy or STRATEGIES,
+            num_seeds=arguments.table_seeds,
+            say=_say,
+        )
     result |= {
         "seed_base": arguments.seed_base,
         "seeds": num,

@@ -35,7 +35,6 @@ TOKENS_OF_MICRO_BATCH = 512
 TIMES = 100.0
 RANKS = (2, 4, 8)
 RANKS_TOKENS, RANKS_ROW_LENGTH = 4096, 64
-NUM_TABLE_SEEDS = 3
 NUM_IDLE_STEPS, NUM_IDLE_PAIRS = 4, 9
 
 
@@ -104,7 +103,15 @@ def published(step: Step, place: Place, *, scoped: bool) -> dict[str, float]:
 STRATEGIES: dict[str, Callable[..., dict[str, float]]] = {"attribution": attribution, "published": published}
 
 
-def measured(family: str, seed_base: int, *, quick: bool, say: Callable[[str], None]) -> dict[str, Any]:
+def measured(
+    family: str,
+    seed_base: int,
+    *,
+    quick: bool,
+    strategies: Sequence[str],
+    num_seeds: int,
+    say: Callable[[str], None],
+) -> dict[str, Any]:
     """The parts `growth`, `table`, and the three costs by themselves."""
     torch.set_num_threads(1)
     growth = []
@@ -115,7 +122,7 @@ def measured(family: str, seed_base: int, *, quick: bool, say: Callable[[str], N
             family, seed_base, num_tokens=num_tokens, row_length=row_length, num_micro_batches=8, num_ranks=num_ranks
         )
         one_step_s = step_cpu_s(step)
-        for name, work in STRATEGIES.items():
+        for name, work in ((name, STRATEGIES[name]) for name in strategies if name in STRATEGIES):
             if name == "published" and num_tokens not in PUBLISHED_TOKENS:
                 continue
             found = work(step, place, scoped=False)
@@ -132,7 +139,7 @@ def measured(family: str, seed_base: int, *, quick: bool, say: Callable[[str], N
             )
         say(f"growth: {num_tokens} tokens in rows of {row_length} on {num_ranks} ranks")
     counts = MICRO_BATCHES[:2] if quick else MICRO_BATCHES
-    table = list(_table(family, seed_base, counts, 1 if quick else NUM_TABLE_SEEDS, say))
+    table = list(_table(family, seed_base, counts, 1 if quick else num_seeds, strategies, say))
     step, place = struck(family, seed_base, num_tokens=2048, row_length=64, num_micro_batches=8)
     return {
         "growth": growth,
@@ -144,14 +151,21 @@ def measured(family: str, seed_base: int, *, quick: bool, say: Callable[[str], N
     }
 
 
-def _table(family: str, seed_base: int, counts: Sequence[int], num_seeds: int, say: Callable[[str], None]) -> Any:
+def _table(
+    family: str,
+    seed_base: int,
+    counts: Sequence[int],
+    num_seeds: int,
+    strategies: Sequence[str],
+    say: Callable[[str], None],
+) -> Any:
     for num in counts:
         rows: dict[tuple[str, bool], list[dict[str, float]]] = {}
         for seed in range(seed_base, seed_base + num_seeds):
             step, place = struck(
                 family, seed, num_tokens=num * TOKENS_OF_MICRO_BATCH, row_length=ROW_LENGTH, num_micro_batches=num
             )
-            for name, work in STRATEGIES.items():
+            for name, work in ((name, STRATEGIES[name]) for name in strategies if name in STRATEGIES):
                 for scoped in (False, True):
                     rows.setdefault((name, scoped), []).append(work(step, place, scoped=scoped))
         for (name, scoped), found in rows.items():

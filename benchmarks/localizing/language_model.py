@@ -1,6 +1,7 @@
 """SmolLM2-135M on answers it sampled: one token made stale, its share against an independent float64 oracle.
 
-16 answers to arithmetic prompts, group-normalised advantages, ratios of the trained policy to a bf16 inference copy.
+8 answers of 12 tokens to arithmetic prompts, group-normalised advantages, ratios of the trained policy to a bf16
+inference copy.
 A gradient is linear in its coefficients, so that of a spike is put together from two replays: of the healthy step,
 and of the planted token alone; the oracle does the same in float64, with autograd and none of the code under test.
 Shapes: B rows, T positions, R positions with a logp.
@@ -25,8 +26,8 @@ from gradloc.snapshot import MicroBatch
 from gradloc.verification import Place
 
 SUMS = ((17, 25), (48, 36), (71, 15), (12, 39))  # of equal length in tokens: no padding
-NUM_ANSWERS = 4  # each
-NUM_NEW_TOKENS = 16
+NUM_ANSWERS = 2  # each
+NUM_NEW_TOKENS = 12
 NUM_ROWS = 4  # of a micro-batch
 TIMES = (1.2, 1.8, 5.3, 100.0, 5000.0)
 NUM_PLACES = 4
@@ -162,13 +163,7 @@ def _logp(model: Any, batch: MicroBatch, row: int | None = None) -> Tensor:
 
 def _batches(model: Any, tokenizer: Any) -> tuple[PlacedBatch, ...]:
     """Sampled answers with coefficients -advantage * ratio / N, four rows a micro-batch."""
-    texts = [
-        tokenizer.apply_chat_template(
-            [{"role": "user", "content": f"What is {a} + {b}?"}], tokenize=False, add_generation_prompt=True
-        )
-        for a, b in SUMS
-        for _ in range(NUM_ANSWERS)
-    ]
+    texts = [f"Question: {a} + {b} = ?\nAnswer:" for a, b in SUMS for _ in range(NUM_ANSWERS)]
     fed = tokenizer(texts, return_tensors="pt", add_special_tokens=False)
     with torch.no_grad():
         ids_BT = model.generate(
