@@ -99,3 +99,4 @@ def test_contributors_and_the_token_whose_ratio_it_was_are_told_apart(trainer):
     )
     assert finding.certificate.norm_without_relossed == pytest.approx(truth.gradient.norm, rel=1e-3)
     assert finding.causes[0].name == "sequence-mismatch"
+    assert "by the ratio of token 9" in finding.summary

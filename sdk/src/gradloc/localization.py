@@ -183,7 +183,9 @@ def _finding(
         verdict=verdict,
         strategy=order.strategy,
         step=facts.step,
-        summary=_with_ground(summary_of(verdict, shown.culprits, shown.share, certificate, fidelity), search),
+        summary=_with_origins(
+            _with_ground(summary_of(verdict, shown.culprits, shown.share, certificate, fidelity), search), origins
+        ),
         culprits=shown.culprits,
         origins=origins,
         share=shown.share,
@@ -250,6 +252,14 @@ def _with_ground(summary: str, search: Search) -> str:
     if search.ground.share is None:
         return f"{summary}; all of {search.ground.name}"[:512]
     return f"{summary}; {search.ground.name} holds {100 * search.ground.share:.1f} % of it"[:512]
+
+
+def _with_origins(summary: str, origins: Sequence[Culprit]) -> str:
+    """The sentence, with the tokens whose ratio it was where others have the gradient."""
+    if not origins:
+        return summary
+    tokens = ", ".join(str(one.token) for one in origins)
+    return f"{summary}; by the ratio of token {tokens} of that sequence"[:512]
 
 
 def _certificate(norm: float, limit: float, found: CulpritSet, num_culprits: int) -> Certificate:
