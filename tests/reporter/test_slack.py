@@ -3,11 +3,17 @@
 Against a local server that speaks as much of Slack's API as we use and keeps what it received.
 """
 
+import contextlib
 import json
+import os
+import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
@@ -16,6 +22,7 @@ import pytest
 
 from gradloc_proto import messages as m
 from gradloc_proto.memory_bus import MemoryBus
+from gradloc_proto.redis_bus import RedisBus
 from gradloc_reporter import Reporter, SlackSettings
 from gradloc_reporter.slack.client import SlackChannel, SlackUnreachable
 from gradloc_reporter.store import deliveries as ledger
@@ -31,18 +38,29 @@ class SlackServer:
 
     messages: dict[str, dict[str, Any]] = field(default_factory=dict)
     calls: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
+    replies: list[dict[str, Any]] = field(default_factory=list)
     hooked: list[dict[str, Any]] = field(default_factory=list)
     faults: list[tuple[str, str]] = field(default_factory=list)
     called_at: list[float] = field(default_factory=list)
     lock: threading.Lock = field(default_factory=threading.Lock)
+    kill: tuple[int, bool, int] | None = None  # at which call, after its work or before, and whom
     page_size: int = 2  # small, so that looking back needs several pages
     url: str = ""
 
     def answer(self, method: str, arguments: dict[str, Any], token: str) -> tuple[int, dict[str, str], Any]:
         """Status, headers and body; body None breaks the connection after the work was done."""
         with self.lock:
+            if method == "chat.postMessage" and "thread_ts" in arguments:
+                method = "reply"
             self.calls.append((method, arguments))
             self.called_at.append(time.monotonic())
+            if self.kill is not None and len(self.calls) == self.kill[0]:
+                _, after, pid = self.kill
+                if after:
+                    getattr(self, "_" + method.replace(".", "_"))(arguments)
+                os.kill(pid, signal.SIGKILL)
+                self.kill = None
+                return 200, {}, None
             fault = next((item for item in self.faults if item[0] == method), None)
             if fault is not None:
                 self.faults.remove(fault)
@@ -65,6 +83,16 @@ class SlackServer:
             ts = f"{float(ts) + 1e-6:.6f}"
         self.messages[ts] = arguments | {"ts": ts}
         return {"ok": True, "channel": CHANNEL, "ts": ts}
+
+    def _reply(self, arguments: dict[str, Any]) -> Any:
+        if arguments["thread_ts"] not in self.messages:
+            return {"ok": False, "error": "thread_not_found"}
+        self.replies.append(arguments)
+        return {"ok": True, "channel": CHANNEL, "ts": f"{time.time():.6f}"}
+
+    def _conversations_replies(self, arguments: dict[str, Any]) -> Any:
+        found = [each for each in self.replies if each["thread_ts"] == arguments["ts"]]
+        return {"ok": True, "messages": [{"metadata": each["metadata"]} for each in found]}
 
     def _chat_update(self, arguments: dict[str, Any]) -> Any:
         if arguments["ts"] not in self.messages:
@@ -330,6 +358,102 @@ def test_redacted_messages_hold_no_token_text(
     kit.until(slack.texts, lambda texts: len(texts) == 1 and "token 358 (id 13708)" in texts[0], "the finding")
     assert "SECRET" not in json.dumps(slack.calls)
     assert "SECRET" not in kit.ask(f"{url}/incidents/{opened.incident_id}").text
+
+
+# --- the thread, and death at any step ----------------------------------------------------------
+
+
+def test_the_numbers_go_into_the_thread_once(
+    kit: Any, told: Any, bus: MemoryBus, start: Start, slack: SlackServer, bot: SlackSettings
+) -> None:
+    slack.faults.append(("reply", "lost"))  # it is there, but nobody was told: looked up, not repeated
+    first = start(slack=bot)
+    opened = told.opened()
+    kit.tell(bus, told.started(), opened, told.finished(opened.incident_id))
+    kit.until(lambda: len(slack.named("conversations.replies")), lambda count: count == 1, "looked up")
+    kit.until(slack.texts, lambda texts: "Located" in texts[0], "up to date")
+    first.stop()
+    start(slack=bot)
+    kit.tell(bus, told.of(m.IncidentResolved, opened.incident_id, step=1260, reason="calm"))
+    kit.until(slack.texts, lambda texts: "Resolved" in texts[0], "the end")
+    (reply,) = slack.replies
+    assert "IS ratio 2.1e5" in reply["text"] and '`"&lt;th"`' in reply["text"] and "ratio 2.1e5" in reply["text"]
+
+
+def test_a_bot_that_may_not_reply_still_tells(
+    kit: Any, told: Any, bus: MemoryBus, start: Start, slack: SlackServer, bot: SlackSettings
+) -> None:
+    slack.faults.append(("reply", "restricted_action_thread_only_channel"))
+    start(slack=bot)
+    opened = told.opened()
+    kit.tell(bus, told.started(), opened, told.finished(opened.incident_id))
+    kit.until(lambda: slack.named("reply"), bool, "tried")
+    kit.tell(bus, told.of(m.IncidentResolved, opened.incident_id, step=1260, reason="calm"))
+    kit.until(slack.texts, lambda texts: len(texts) == 1 and "Resolved" in texts[0], "the message goes on")
+
+
+@pytest.mark.full
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("after", [False, True])
+def test_killed_at_any_call_exactly_one_message_and_one_reply_are_left(
+    kit: Any, redis_server: Any, slack: SlackServer, tmp_path: Any, after: bool
+) -> None:
+    """SIGKILL to the real process while Slack has its 1st, 2nd, ... call in hand, until none is left to die at."""
+    bus = RedisBus(redis_server.url)
+    for number in range(1, 12):
+        told = kit.Told(run_id=f"run-{number}")
+        opened = told.opened()
+        kit.tell(bus, told.started(), opened, told.finished(opened.incident_id))
+        slack.calls.clear()
+        slack.messages.clear()
+        slack.replies.clear()
+        environment = dict(os.environ, GRADLOC_SLACK_TOKEN=TOKEN)
+        command = [sys.executable, "-m", "gradloc_reporter", "--redis", redis_server.url, "--port", "0"]
+        command += ["--database", f"sqlite:///{tmp_path}/{number}.sqlite"]
+        command += ["--slack-channel", CHANNEL, "--slack-base-url", slack.url]
+        name = opened.incident_id
+        with (tmp_path / "log").open("ab") as log:
+            first = subprocess.Popen(command, env=environment, stderr=log)
+            slack.kill = (number, after, first.pid)
+            try:
+                dead = partial(_died_or_replied, first, slack)
+                died = kit.until(dead, bool, "dead, or done") == "died"
+            finally:
+                first.kill()
+                first.wait(20)
+                slack.kill = None
+            second = subprocess.Popen(command, env=environment, stderr=log)
+            try:
+                kit.until(
+                    partial(_texts_of, slack, name),
+                    lambda texts: len(texts) == 1 and "Located" in texts[0],
+                    f"one message after death at call {number}",
+                )
+                kit.until(lambda: slack.replies, lambda replies: len(replies) == 1, "one reply")
+            finally:
+                second.terminate()
+                second.wait(20)
+        assert len(_texts_of(slack, name)) == 1 and len(slack.replies) == 1, number
+        for run in range(number):  # the next round has its own
+            bus.expire(f"run-{run + 1}", ttl_s=0.001)
+        if not died:
+            break
+    else:
+        pytest.fail("it never came to its end alive")
+    bus.close()
+    assert number >= 3
+
+
+def _texts_of(slack: SlackServer, incident: str) -> list[str]:
+    with slack.lock:
+        return [each["text"] for each in slack.messages.values() if _incident(each) == incident]
+
+
+def _died_or_replied(process: subprocess.Popen[bytes], slack: SlackServer) -> str:
+    if slack.replies:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(3)
+    return "died" if process.poll() is not None else "replied" if slack.replies else ""
 
 
 # --- webhook -----------------------------------------------------------------------------------

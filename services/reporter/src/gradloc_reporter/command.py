@@ -6,17 +6,21 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
+from typing import TypeVar
 
 import click
 
 from gradloc_proto.bus import BusUnavailable
 from gradloc_proto.redis_bus import RedisBus
 from gradloc_reporter.access import Scope, Tokens, new_token, read_tokens, token_entry
-from gradloc_reporter.reporter import Reporter
+from gradloc_reporter.reporter import Reporter, notified
+from gradloc_reporter.routes import Receiver, read_receivers
 from gradloc_reporter.settings import DEFAULT_DATABASE, DEFAULT_PORT, SLACK_URL, Settings, slack_settings
 
+Found = TypeVar("Found")
 log = logging.getLogger("gradloc_reporter")
 BAD_INPUT = 2
 
@@ -39,6 +43,13 @@ BAD_INPUT = 2
     "--tokens", "tokens_file", envvar="GRADLOC_TOKENS_FILE", metavar="FILE", help="Bearer tokens that may ask (TOML)."
 )
 @click.option(
+    "--receivers",
+    "receivers_file",
+    envvar="GRADLOC_RECEIVERS_FILE",
+    metavar="FILE",
+    help="Who is told of what: Slack channels, webhooks, e-mail, Alertmanager (TOML).",
+)
+@click.option(
     "--rate-limit",
     default=50.0,
     show_default=True,
@@ -55,6 +66,7 @@ def reporter(
     slack_base_url: str,
     public_url: str | None,
     tokens_file: str | None,
+    receivers_file: str | None,
     rate_limit: float,
     redact_tokens: bool,
 ) -> None:
@@ -63,7 +75,9 @@ def reporter(
     A Slack bot's token comes from GRADLOC_SLACK_TOKEN, an incoming webhook from GRADLOC_SLACK_WEBHOOK.
     """
     try:
+        receivers = () if receivers_file is None else _receivers(Path(receivers_file))
         slack = slack_settings(
+            routed=any(each.kind == "slack" for each in receivers),
             token=os.environ.get("GRADLOC_SLACK_TOKEN") or None,
             channel=slack_channel,
             webhook=os.environ.get("GRADLOC_SLACK_WEBHOOK") or None,
@@ -76,6 +90,7 @@ def reporter(
             public_url=public_url,
             redact_tokens=redact_tokens,
             slack=slack,
+            receivers=receivers,
             rate_limit_per_s=rate_limit or None,
             tokens=None if tokens_file is None else _tokens(Path(tokens_file)),
         )
@@ -91,14 +106,53 @@ def reporter(
 
 
 def _tokens(file: Path) -> Tokens:
+    return _read("--tokens", file, read_tokens)
+
+
+def _receivers(file: Path) -> tuple[Receiver, ...]:
+    return _read("--receivers", file, lambda text: read_receivers(text, os.environ))
+
+
+def _read(option: str, file: Path, read: Callable[[str], Found]) -> Found:
     try:
-        return read_tokens(file.read_text(encoding="utf-8"))
+        return read(file.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(
-            f"--tokens {file}: {getattr(error, 'strerror', None) or error}; expected a TOML file"
+            f"{option} {file}: {getattr(error, 'strerror', None) or error}; expected a TOML file"
         ) from None
     except ValueError as error:
-        raise ValueError(f"--tokens {file}: {error}") from None
+        raise ValueError(f"{option} {file}: {error}") from None
+
+
+@click.command("notify-test")
+@click.option("--receivers", "receivers_file", envvar="GRADLOC_RECEIVERS_FILE", metavar="FILE", required=True)
+@click.option("--only", "only", multiple=True, metavar="NAME", help="This receiver; may be given again.")
+@click.option("--slack-base-url", default=SLACK_URL, show_default=True, metavar="URL", help="Where Slack's API is.")
+def notify_test(receivers_file: str, only: tuple[str, ...], slack_base_url: str) -> None:
+    """Send one test notice to every receiver and say what came of it. Exit code 1 when one did not take it.
+
+    Alertmanager gets an alert GradlocTest that ends after a minute.
+    """
+    try:
+        receivers = _receivers(Path(receivers_file))
+        unknown = set(only) - {each.name for each in receivers}
+        if unknown:
+            raise ValueError(f"--only {sorted(unknown)[0]!r} is no receiver of {receivers_file}")
+        token = os.environ.get("GRADLOC_SLACK_TOKEN") or None
+        if token is None and any(each.kind == "slack" for each in receivers):
+            raise ValueError("a receiver is a Slack channel but GRADLOC_SLACK_TOKEN is not set; set the bot's token")
+        slack = slack_settings(token=token, channel=None, webhook=None, base_url=slack_base_url, routed=True)
+    except ValueError as error:
+        click.echo(f"gradloc notify-test: {error}", err=True)
+        sys.exit(BAD_INPUT)
+    failed = False
+    for receiver in receivers:
+        if only and receiver.name not in only:
+            continue
+        said = notified(receiver, slack)
+        failed = failed or said is not None
+        click.echo(f"{receiver.name} ({receiver.kind}): {'told' if said is None else said}")
+    sys.exit(1 if failed else 0)
 
 
 @click.command("reporter-token")

@@ -10,7 +10,9 @@ import logging
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from types import TracebackType
 from typing import Self
 from urllib.parse import quote
@@ -19,13 +21,21 @@ import uvicorn
 
 from gradloc_proto.bus import Bus
 from gradloc_reporter.consumer import Consumer
+from gradloc_reporter.matching import matches
 from gradloc_reporter.metrics import ReporterMetrics
-from gradloc_reporter.settings import Settings
+from gradloc_reporter.notices.alertmanager import Alertmanager, post_test_alert
+from gradloc_reporter.notices.door import Door, Notice, RateLimited, Refused, Unreachable
+from gradloc_reporter.notices.mail import Mail, MailServer
+from gradloc_reporter.notices.web import Webhook
+from gradloc_reporter.routes import Receiver
+from gradloc_reporter.settings import Settings, SlackSettings
 from gradloc_reporter.slack.announcer import Announcer
-from gradloc_reporter.slack.client import SlackChannel, SlackWebhook
+from gradloc_reporter.slack.blocks import blocks_of, text_of
+from gradloc_reporter.slack.client import SlackChannel, SlackMessage, SlackWebhook
 from gradloc_reporter.store import DBAPIError
 from gradloc_reporter.store.engine import Database
 from gradloc_reporter.store.queries import Queries
+from gradloc_reporter.text import Telling
 from gradloc_reporter.web.application import application
 from gradloc_reporter.web.backend import Backend
 from gradloc_reporter.web.live import Live
@@ -56,12 +66,12 @@ class Reporter:
         self._public_url = (settings.public_url or self.url).rstrip("/")
         queries = Queries(page_url=self._page_url, hide_text=settings.redact_tokens)
         self._consumer = Consumer(bus, self._database, on_commit=self._notice, clock=clock)
-        self._announcer = _announcer(self._database, queries, settings, clock)
+        self._announcers = announcers(self._database, queries, settings, clock)
         self._metrics = ReporterMetrics(
             self._database,
             self._consumer.consumption,
             clock=clock,
-            slack_counts=lambda: {} if self._announcer is None else self._announcer.counts(),
+            slack_counts=self._slack_counts,
         )
         self._started_at = time.monotonic()
         backend = Backend(
@@ -94,8 +104,8 @@ class Reporter:
         """Start all threads; returns when HTTP answers."""
         self._spawn("http", lambda: self._server.run(sockets=[self._socket]))
         self._spawn("consumer", self._consumer.run)
-        if self._announcer is not None:
-            self._spawn("slack", self._announcer.run)
+        for number, each in enumerate(self._announcers):
+            self._spawn(f"receiver-{number}", each.run)
         deadline = time.monotonic() + START_S
         while not self._server.started and not self._failed.is_set() and time.monotonic() < deadline:
             time.sleep(0.01)
@@ -107,8 +117,8 @@ class Reporter:
     def stop(self) -> None:
         """End all threads after their present work; idempotent."""
         self._consumer.stop()
-        if self._announcer is not None:
-            self._announcer.stop()
+        for each in self._announcers:
+            each.stop()
         self._live.close()
         self._server.should_exit = True
         for thread in self._threads:
@@ -140,8 +150,15 @@ class Reporter:
 
     def _notice(self) -> None:
         self._live.poke()
-        if self._announcer is not None:
-            self._announcer.notice()
+        for each in self._announcers:
+            each.notice()
+
+    def _slack_counts(self) -> dict[str, int]:
+        """Calls to receivers by outcome; the metric's name is of the time when Slack was the only one."""
+        total: Counter[str] = Counter()
+        for each in self._announcers:
+            total.update(each.counts() if isinstance(each, Announcer) else each.counts)
+        return dict(total)
 
     def _spawn(self, name: str, work: Callable[[], None]) -> None:
         def watched() -> None:
@@ -164,20 +181,73 @@ class Reporter:
         self.stop()
 
 
-def _announcer(
+def announcers(
     database: Database, queries: Queries, settings: Settings, clock: Callable[[], float]
-) -> Announcer | None:
+) -> list[Announcer | Alertmanager]:
+    """One for each receiver: those of the options, and those of the file."""
+    found: list[Announcer | Alertmanager] = []
     slack = settings.slack
-    if slack is None:
-        return None
-    door: SlackChannel | SlackWebhook
-    if slack.channel is not None:
-        assert slack.token is not None, "checked by Settings"
-        door = SlackChannel(token=slack.token, channel=slack.channel, base_url=slack.base_url)
-    else:
-        assert slack.webhook is not None, "checked by Settings"
-        door = SlackWebhook(slack.webhook)
-    return Announcer(database, queries, door, clock=clock, interval_s=slack.interval_s)
+    interval_s = SlackSettings().interval_s if slack is None else slack.interval_s
+    if slack is not None and (slack.channel is not None or slack.webhook is not None):
+        door: SlackChannel | Door = (
+            _channel(slack, slack.channel)
+            if slack.channel is not None
+            else SlackWebhook("webhook", slack.webhook or "")
+        )
+        found.append(Announcer(database, queries, door, clock=clock, interval_s=interval_s))
+    for receiver in settings.receivers:
+        if receiver.kind == "alertmanager":
+            found.append(Alertmanager(database, queries, receiver.options["url"], clock=clock, when=receiver.when))
+            continue
+        wanted = partial(matches, receiver.when)
+        door = door_of(receiver, slack)
+        found.append(Announcer(database, queries, door, wanted=wanted, clock=clock, interval_s=interval_s))
+    return found
+
+
+def door_of(receiver: Receiver, slack: SlackSettings | None) -> SlackChannel | Door:
+    """Where notices of this receiver go."""
+    options = receiver.options
+    if receiver.kind == "slack":
+        assert slack is not None, "checked by Settings"
+        return _channel(slack, options["channel"])
+    if receiver.kind == "slack-webhook":
+        return SlackWebhook(receiver.name, receiver.secret or "")
+    if receiver.kind == "webhook":
+        return Webhook(receiver.name, receiver.secret or "")
+    server = MailServer(
+        host=options["host"],
+        port=options.get("port", 587),
+        starttls=options.get("starttls", True),
+        user=options.get("user"),
+        password=receiver.secret,
+    )
+    to = options["to"]
+    return Mail(receiver.name, server, sender=options["from"], to=tuple(to) if isinstance(to, list) else (to,))
+
+
+def notified(receiver: Receiver, slack: SlackSettings | None) -> str | None:
+    """Send a test notice; None when it was taken, else why not, in one line."""
+    headline = "Test · gradloc notify-test"
+    telling = Telling(headline, "nothing has happened", (), "This receiver hears of incidents.", None)
+    notice = Notice("test", "opened", telling, b"null")
+    try:
+        if receiver.kind == "alertmanager":
+            post_test_alert(receiver.options["url"], time.time())
+            return None
+        door = door_of(receiver, slack)
+        if isinstance(door, SlackChannel):
+            door.post("test", SlackMessage(text_of(telling), blocks_of(telling)))
+        else:
+            door.post(notice)
+    except (RateLimited, Refused, Unreachable) as error:
+        return str(error)
+    return None
+
+
+def _channel(slack: SlackSettings, channel: str) -> SlackChannel:
+    assert slack.token is not None, "checked by Settings"
+    return SlackChannel(token=slack.token, channel=channel, base_url=slack.base_url)
 
 
 def _listen(host: str, port: int) -> socket.socket:

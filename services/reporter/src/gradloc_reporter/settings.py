@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
 from gradloc_reporter.access import Tokens
+from gradloc_reporter.routes import Receiver
 
 DEFAULT_DATABASE = "sqlite:///gradloc.sqlite"
 DEFAULT_PORT = 8321
@@ -34,6 +35,7 @@ class Settings:
     public_url: str | None = None
     redact_tokens: bool = False
     slack: SlackSettings | None = None
+    receivers: tuple[Receiver, ...] = ()
     tokens: Tokens | None = None  # None: everybody may read and operate
     rate_limit_per_s: float | None = 50.0  # REST requests a second of one token or address; None: as many as come
 
@@ -46,15 +48,21 @@ class Settings:
             _check_url("--public-url", self.public_url)
         if self.slack is not None:
             _check_slack(self.slack)
+        if any(each.kind == "slack" for each in self.receivers) and (self.slack is None or not self.slack.token):
+            raise ValueError(
+                "--receivers names a Slack channel but GRADLOC_SLACK_TOKEN is not set; set the bot's token"
+            )
 
 
 def slack_settings(
-    *, token: str | None, channel: str | None, webhook: str | None, base_url: str
+    *, token: str | None, channel: str | None, webhook: str | None, base_url: str, routed: bool = False
 ) -> SlackSettings | None:
-    """None when Slack is not asked for. Raises ValueError when half of it is missing."""
+    """None when Slack is not asked for; `routed`: receivers name channels. Raises ValueError when half is missing."""
     if channel is not None and not token:
         raise ValueError("--slack-channel is given but GRADLOC_SLACK_TOKEN is not set; set it to the bot's token")
     if channel is None and not webhook:
+        if token and routed:
+            return SlackSettings(token=token, base_url=base_url if base_url.endswith("/") else base_url + "/")
         if token:
             raise ValueError("GRADLOC_SLACK_TOKEN is set but --slack-channel is not given; name the channel's id")
         return None
@@ -77,7 +85,7 @@ def _check_slack(slack: SlackSettings) -> None:
     elif slack.webhook:
         if urlsplit(slack.webhook).scheme not in ("http", "https"):
             raise ValueError("GRADLOC_SLACK_WEBHOOK is not a URL; expected https://hooks.slack.com/services/...")
-    else:
+    elif not slack.token:
         raise ValueError("Slack needs a channel and a bot token, or a webhook")
 
 

@@ -28,6 +28,7 @@ class Story:
     num_spikes: int = 1
     finding: Finding | None = None
     localization_attempt: int = 0
+    finding_attempt: int = 0  # of `finding`
     localizing: bool = False
     stage: str | None = None
     fraction: float | None = None
@@ -345,6 +346,33 @@ def _sortable(value: float) -> float:
 
 def _text(pieces: Iterable[Piece]) -> str:
     return "".join(piece.text for piece in pieces)
+
+
+DETAILS_TOLD_MAX = 10
+
+
+def details(finding: Finding) -> list[Line]:
+    """The numbers behind a finding, a line each: culprits, causes with their evidence, replay, work."""
+    lines = []
+    for culprit in finding.culprits[:DETAILS_TOLD_MAX]:
+        numbers = (("IS ratio", culprit.ratio), ("log-prob.", culprit.logp), ("advantage", culprit.advantage))
+        said = "".join(f" · {name} {number(value)}" for name, value in numbers if value is not None)
+        place = _place_of(culprit, whole_sequence=finding.verdict == "sequence")
+        lines.append(Line("Culprit", (*place, *_weight_of(culprit), Piece(said))))
+    for cause in finding.causes[:DETAILS_TOLD_MAX]:
+        evidence = ", ".join(
+            f"{visible(name, 60)} {number(value) if isinstance(value, float) else visible(str(value), 80)}"
+            for name, value in list(cause.evidence.items())[:DETAILS_TOLD_MAX]
+        )
+        lines.append(
+            Line("Cause", (Piece(f"{cause_text(cause)} ({cause.confidence} confidence) {evidence}".rstrip()),))
+        )
+    fidelity = finding.fidelity
+    replayed = "reproduced" if fidelity.reproduced else "not reproduced"
+    off, tolerance = number(fidelity.rel_error), number(fidelity.tolerance)
+    lines.append(Line("Replay", (Piece(f"{replayed}, off by {off} (tolerance {tolerance})"),)))
+    lines.append(Line("Work", (Piece(f"{number(finding.cost.steps)} steps, {number(finding.cost.seconds)} s"),)))
+    return lines
 
 
 # --- rendering ---------------------------------------------------------------------------------

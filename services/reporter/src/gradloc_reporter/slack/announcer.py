@@ -1,10 +1,11 @@
-"""Tells Slack of incidents, one message each, beside the consumer and never in its way.
+"""Tells one receiver of incidents, beside the consumer and never in its way.
 
     due incidents -> intend (committed) -> post -> told (committed); afterwards edits in place
 
-A crash between post and told leaves an intention; the next start looks for the message by its
-metadata in the channel's history, adopts it and removes doubles, so that exactly one survives. A
-webhook cannot look or edit: it posts at opening and at finding, at least once.
+Slack with a bot's token: one message an incident. A crash between post and told leaves an intention;
+the next start looks for the message by its metadata in the channel's history, adopts it and removes
+doubles, so that exactly one survives; replies in its thread alike. Other receivers cannot look or
+edit: they hear of opening, finding and end, each at least once.
 """
 
 import logging
@@ -12,16 +13,14 @@ import threading
 import time
 from collections.abc import Callable
 
-from gradloc_reporter.slack.blocks import blocks_of, text_of
+from gradloc_reporter.notices.door import Door, Notice, RateLimited, Refused, Stage, Unreachable
+from gradloc_reporter.slack.blocks import blocks_of, text_of, thread_text
 from gradloc_reporter.slack.client import (
     SlackChannel,
     SlackMessage,
     SlackMessageGone,
     SlackMessageRefused,
-    SlackRateLimited,
     SlackRefused,
-    SlackUnreachable,
-    SlackWebhook,
 )
 from gradloc_reporter.store import DBAPIError
 from gradloc_reporter.store import deliveries as ledger
@@ -35,8 +34,8 @@ BATCH_MAX = 20  # incidents looked up at once; newer states of the same incident
 LOOK_S = 5.0  # looks for work this often even when nobody says that there is some
 REFUSED_WAIT_S = 60.0
 BACKOFF_MIN_S, BACKOFF_MAX_S = 1.0, 60.0
+UNTOLD = -1  # revision of a message that is there and still to be brought up to date
 CLOCK_SKEW_S = 600.0  # Slack's clock may differ from ours: history is searched from this much before
-WEBHOOK = "webhook"
 
 
 class Announcer:
@@ -46,14 +45,16 @@ class Announcer:
         self,
         database: Database,
         queries: Queries,
-        door: SlackChannel | SlackWebhook,
+        door: SlackChannel | Door,
         *,
+        wanted: Callable[[dict[str, str]], bool] = lambda names: True,
         clock: Callable[[], float],
         interval_s: float = 1.05,  # Slack allows about one message a second and channel
     ) -> None:
         self._database = database
         self._queries = queries
         self._door = door
+        self._wanted = wanted
         self._clock = clock
         self._interval_s = interval_s
         self._news = threading.Event()
@@ -63,7 +64,11 @@ class Announcer:
 
     @property
     def channel(self) -> str:
-        return self._door.channel if isinstance(self._door, SlackChannel) else WEBHOOK
+        return self._door.name
+
+    @property
+    def _who(self) -> str:
+        return "Slack" if isinstance(self._door, SlackChannel) else self._door.name
 
     def counts(self) -> dict[str, int]:
         return dict(self._door.counts)
@@ -81,14 +86,14 @@ class Announcer:
             self._news.clear()
             try:
                 busy = self.announce_once()
-            except SlackRateLimited as error:
+            except RateLimited as error:
                 self._stopping.wait(error.retry_after_s)
-            except SlackRefused as error:
-                self._complain(f"Slack refuses: {error}")
+            except Refused as error:
+                self._complain(f"{self._who} refuses: {error}")
                 self._stopping.wait(REFUSED_WAIT_S)
-            except (SlackUnreachable, DBAPIError) as error:
-                reason = str(error) if isinstance(error, SlackUnreachable) else "the database does not answer"
-                self._complain(f"Slack was not told: {reason}; trying again")
+            except (Unreachable, DBAPIError) as error:
+                reason = str(error) if isinstance(error, Unreachable) else "the database does not answer"
+                self._complain(f"{self._who} was not told: {reason}; trying again")
                 backoff_s = min(max(2 * backoff_s, BACKOFF_MIN_S), BACKOFF_MAX_S)
                 self._stopping.wait(backoff_s)
             else:
@@ -105,7 +110,7 @@ class Announcer:
     def announce_once(self) -> bool:
         """Tell everything that is due now; says whether there was anything to do."""
         with self._database.reading() as session:
-            batch = ledger.due(session, receiver=self.channel, now=self._clock(), limit=BATCH_MAX)
+            batch = ledger.due(session, receiver=self.channel, now=self._clock(), limit=BATCH_MAX, wanted=self._wanted)
         for item in batch:
             if self._stopping.is_set():
                 return False
@@ -121,7 +126,7 @@ class Announcer:
         if isinstance(self._door, SlackChannel):
             self._tell_channel(self._door, due)
         else:
-            self._tell_webhook(self._door, due)
+            self._tell_stage(self._door, due)
 
     def _tell_channel(self, door: SlackChannel, due: ledger.Due) -> None:
         if due.state == "posted" and due.reference is not None:
@@ -135,12 +140,22 @@ class Announcer:
             if known is not None:
                 self._edit(door, due, known)
                 return
-        message, _ = self._message(due)
+        message = self._message(due)
         self._pace()
         ts = door.post(due.incident_id, message)
+        self._told(due, ts, revision=UNTOLD)  # first of all, whose message it is
+        self._reply(door, due, ts)
+        self._told(due, ts, revision=due.revision)
+
+    def _told(self, due: ledger.Due, ts: str | None, *, revision: int, status: str | None = None) -> None:
         with self._database.writing() as session:
             ledger.told(
-                session, due.incident_id, receiver=self.channel, reference=ts, revision=due.revision, status=due.status
+                session,
+                due.incident_id,
+                receiver=self.channel,
+                reference=ts,
+                revision=revision,
+                status=due.status if status is None else status,
             )
 
     def _reconcile(self, door: SlackChannel, due: ledger.Due) -> str | None:
@@ -161,7 +176,7 @@ class Announcer:
         return found[0] if found else None
 
     def _edit(self, door: SlackChannel, due: ledger.Due, ts: str) -> None:
-        message, _ = self._message(due)
+        message = self._message(due)
         self._pace()
         try:
             door.update(due.incident_id, ts, message)
@@ -170,32 +185,61 @@ class Announcer:
             with self._database.writing() as session:
                 ledger.gone(session, due.incident_id, receiver=self.channel)
             return
-        with self._database.writing() as session:
-            ledger.told(
-                session, due.incident_id, receiver=self.channel, reference=ts, revision=due.revision, status=due.status
-            )
+        if due.reference is None:  # adopted after a crash
+            self._told(due, ts, revision=UNTOLD)
+        self._reply(door, due, ts)
+        self._told(due, ts, revision=due.revision)
 
-    def _tell_webhook(self, door: SlackWebhook, due: ledger.Due) -> None:
-        message, located = self._message(due)
-        told = "located" if located else "opened"
+    def _tell_stage(self, door: Door, due: ledger.Due) -> None:
+        notice = self._notice(due)
         if due.state is None:
             with self._database.writing() as session:
                 ledger.intend(session, due.incident_id, receiver=self.channel, now=self._clock())
-        if due.state != "posted" or told != due.told_status:
+        if due.state != "posted" or notice.stage != due.told_status:
             self._pace()
-            door.post(message)
-        with self._database.writing() as session:
-            ledger.told(
-                session, due.incident_id, receiver=self.channel, reference=None, revision=due.revision, status=told
-            )
+            door.post(notice)
+        self._told(due, None, revision=due.revision, status=notice.stage)
 
-    def _message(self, due: ledger.Due) -> tuple[SlackMessage, bool]:
-        """What to say now, and whether the culprit is known. May be newer than `due`: that costs one more edit."""
+    def _notice(self, due: ledger.Due) -> Notice:
+        with self._database.reading() as session:
+            story = self._queries.story(session, due.incident_id)
+            answers = self._queries.summaries_of(session, [due.incident_id])
+        assert story is not None, "incidents are never deleted"
+        stage: Stage = "opened" if story.finding is None else "located"
+        if story.status == "resolved" and "resolved" in getattr(self._door, "stages", ()):
+            stage = "resolved"
+        return Notice(due.incident_id, stage, tell(story), answers.get(due.incident_id, b"null"))
+
+    def _reply(self, door: SlackChannel, due: ledger.Due, ts: str) -> None:
+        """Put the numbers of each finding into the thread, once."""
+        with self._database.reading() as session:
+            story = self._queries.story(session, due.incident_id)
+        assert story is not None, "incidents are never deleted"
+        told = set(filter(None, due.thread_told.split(",")))
+        what = f"finding-{story.finding_attempt}"
+        if story.finding is None or what in told:
+            return
+        try:
+            self._pace()
+            if f"{what}?" not in told or what not in door.replied(ts):  # "?": a crash came between
+                self._remember(due, f"{what}?")
+                self._pace()
+                door.reply(due.incident_id, ts, thread_text(story.finding), what=what)
+        except SlackRefused as error:  # the message itself is there: a detail holds nothing up
+            self._complain(f"Slack takes no reply in a thread: {error}")
+        self._remember(due, what)
+
+    def _remember(self, due: ledger.Due, what: str) -> None:
+        with self._database.writing() as session:
+            ledger.told_in_thread(session, due.incident_id, receiver=self.channel, what=what)
+
+    def _message(self, due: ledger.Due) -> SlackMessage:
+        """What to say now. May be newer than `due`: that costs one more edit."""
         with self._database.reading() as session:
             story = self._queries.story(session, due.incident_id)
         assert story is not None, "incidents are never deleted"
         telling = tell(story)
-        return SlackMessage(text_of(telling), blocks_of(telling)), story.finding is not None
+        return SlackMessage(text_of(telling), blocks_of(telling))
 
     def _pace(self) -> None:
         """Wait until the channel takes another call."""

@@ -4,7 +4,8 @@ from typing import Any
 
 from slack_sdk.models.blocks import Block, ContextBlock, MarkdownTextObject, SectionBlock
 
-from gradloc_reporter.text import Telling, escaped, mrkdwn, mrkdwn_line
+from gradloc_proto.messages import Finding
+from gradloc_reporter.text import Telling, details, escaped, mrkdwn, mrkdwn_line
 
 SECTION_MAX = 3000  # characters of a section's text
 CONTEXT_MAX = 2000
@@ -49,3 +50,8 @@ def clipped(text: str, limit: int) -> str:
         if start != -1 and closing not in cut[start:]:
             cut = cut[:start]
     return cut + "…"
+
+
+def thread_text(finding: Finding) -> str:
+    """The numbers behind a finding, for the thread."""
+    return clipped("\n".join(mrkdwn_line(line) for line in details(finding)), TEXT_MAX)

@@ -15,9 +15,12 @@ from slack_sdk.errors import SlackApiError, SlackClientError
 from slack_sdk.models.metadata import Metadata
 from slack_sdk.webhook import WebhookClient
 
+from gradloc_reporter.notices.door import Notice, RateLimited, Refused, Stage, Unreachable
 from gradloc_reporter.settings import SLACK_URL
+from gradloc_reporter.slack.blocks import blocks_of, text_of
 
 EVENT_TYPE = "gradloc_incident"
+THREAD_TYPE = "gradloc_detail"  # a reply in the thread of an incident's message
 TIMEOUT_S = 10
 RETRY_AFTER_DEFAULT_S, RETRY_AFTER_MAX_S = 5.0, 300.0
 HISTORY_PAGES_MAX = 20  # 20 x 200 messages: a busy channel's hour
@@ -36,15 +39,11 @@ _OF_THE_MESSAGE = ("invalid_blocks", "invalid_blocks_format", "msg_too_long", "n
 _GONE = ("message_not_found", "cant_update_message", "edit_window_closed")
 
 
-class SlackRateLimited(Exception):
+class SlackRateLimited(RateLimited):
     """Slack asks to wait `retry_after_s`; nothing was posted."""
 
-    def __init__(self, retry_after_s: float) -> None:
-        super().__init__(f"Slack asks to wait {retry_after_s:g} s")
-        self.retry_after_s = retry_after_s
 
-
-class SlackRefused(Exception):
+class SlackRefused(Refused):
     """Slack said no; trying the same again soon does not help. The text says what to do."""
 
 
@@ -56,7 +55,7 @@ class SlackMessageGone(Exception):
     """The message to edit is not there any more: somebody deleted it."""
 
 
-class SlackUnreachable(Exception):
+class SlackUnreachable(Unreachable):
     """No answer, or one that says nothing: a post may or may not have happened."""
 
 
@@ -70,7 +69,7 @@ class SlackChannel:
     """One channel by bot token. `base_url` ends with a slash."""
 
     def __init__(self, *, token: str, channel: str, base_url: str = SLACK_URL) -> None:
-        self.channel = channel
+        self.channel = self.name = channel
         self.counts: Counter[str] = Counter()
         # slack_sdk's default handler repeats a call after a broken connection: that would post twice.
         self._client = WebClient(token, base_url=base_url, timeout=TIMEOUT_S, retry_handlers=[], logger=_quiet_logger())
@@ -92,6 +91,42 @@ class SlackChannel:
         if not isinstance(ts, str):
             raise SlackUnreachable("Slack's answer to a post holds no ts")
         return ts
+
+    def reply(self, incident_id: str, ts: str, text: str, *, what: str) -> None:
+        """Add `text` to the thread of the message `ts`; `what` names it for `replied`."""
+        self._call(
+            "chat.postMessage",
+            channel=self._channel_id,
+            thread_ts=ts,
+            text=text,
+            metadata=Metadata(THREAD_TYPE, {"incident_id": incident_id, "what": what}).to_dict(),
+            unfurl_links=False,
+            unfurl_media=False,
+        )
+
+    def replied(self, ts: str) -> set[str]:
+        """What our replies in the thread of `ts` are named."""
+        found: set[str] = set()
+        cursor = ""
+        for _ in range(HISTORY_PAGES_MAX):
+            more = {"cursor": cursor} if cursor else {}
+            answer = self._call(
+                "conversations.replies",
+                channel=self._channel_id,
+                ts=ts,
+                limit=200,
+                include_all_metadata=True,
+                **more,
+            )
+            messages = answer.get("messages")
+            for message in messages if isinstance(messages, list) else []:
+                metadata = message.get("metadata") or {}
+                if metadata.get("event_type") == THREAD_TYPE:
+                    found.add(str((metadata.get("event_payload") or {}).get("what")))
+            cursor = str((answer.get("response_metadata") or {}).get("next_cursor") or "")
+            if not cursor:
+                break
+        return found
 
     def update(self, incident_id: str, ts: str, message: SlackMessage) -> None:
         self._call(
@@ -134,7 +169,7 @@ class SlackChannel:
         try:
             answer = (
                 self._client.api_call(method, json=arguments)
-                if method != "conversations.history"
+                if not method.startswith("conversations.")
                 else (self._client.api_call(method, http_verb="GET", params=arguments))
             )
         except SlackApiError as error:
@@ -168,11 +203,15 @@ class SlackChannel:
 class SlackWebhook:
     """An incoming webhook: posts only; what was said stays said."""
 
-    def __init__(self, url: str) -> None:
+    stages: tuple[Stage, ...] = ("opened", "located")  # without edits, more would be noise
+
+    def __init__(self, name: str, url: str) -> None:
+        self.name = name
         self.counts: Counter[str] = Counter()
         self._client = WebhookClient(url, timeout=TIMEOUT_S, retry_handlers=[], logger=_quiet_logger())
 
-    def post(self, message: SlackMessage) -> None:
+    def post(self, notice: Notice) -> None:
+        message = SlackMessage(text_of(notice.telling), blocks_of(notice.telling))
         try:
             answer = self._client.send(text=message.text, blocks=message.blocks, unfurl_links=False, unfurl_media=False)
         except (SlackClientError, OSError, ValueError) as error:

@@ -4,6 +4,7 @@ SQLite (in WAL mode, so that readers never wait for the writer) is the default f
 PostgreSQL is for several. Knows nothing of what the tables mean.
 """
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import resources
@@ -13,11 +14,12 @@ from typing import Any
 from alembic import command
 from alembic.config import Config
 from sqlalchemy import URL, Connection, Engine, create_engine, event, make_url, text
-from sqlalchemy.exc import ArgumentError, DBAPIError, NoSuchModuleError
+from sqlalchemy.exc import ArgumentError, DBAPIError, DisconnectionError, NoSuchModuleError
 from sqlalchemy.orm import Session
 
 # A writer waits this long for another one (consumer, Slack, a request) before it gives up.
 SQLITE_BUSY_S = 30.0
+IDLE_S = 5.0  # a connection idle for longer is tried before it is used: the server may have gone meanwhile
 _WRITES = "gradloc_writes"
 _MIGRATION_LOCK = 0x67726164  # any number that no other user of the database's advisory locks takes
 
@@ -57,7 +59,9 @@ class Database:
     @contextmanager
     def rows(self) -> Iterator[Connection]:
         """The same without the ORM: for answers that are ready-made, which a Session would cost twice."""
-        with self._engine.connect() as connection:
+        # One statement needs no transaction of its own around it: on PostgreSQL that is two round trips more.
+        options = {"isolation_level": "AUTOCOMMIT"} if self.dialect == "postgresql" else {}
+        with self._engine.connect().execution_options(**options) as connection:
             yield connection
 
     @contextmanager
@@ -114,11 +118,29 @@ def _checked(text_url: str) -> URL:
 
 def _engine(url: URL) -> Engine:
     if url.get_backend_name() != "sqlite":
-        return create_engine(url, pool_pre_ping=True, hide_parameters=True)
+        engine = create_engine(url, hide_parameters=True)
+        event.listen(engine, "checkin", _remember_use)
+        event.listen(engine, "checkout", _ping_if_idle)
+        return engine
     engine = create_engine(url, connect_args={"timeout": SQLITE_BUSY_S}, hide_parameters=True)
     event.listen(engine, "connect", _prepare_sqlite)
     event.listen(engine, "begin", _begin_sqlite)
     return engine
+
+
+def _remember_use(_connection: Any, record: Any) -> None:
+    record.info["used_at"] = time.monotonic()
+
+
+def _ping_if_idle(connection: Any, record: Any, _proxy: Any) -> None:
+    """As pool_pre_ping, but not for a connection that was in use just now: a ping is a round trip."""
+    if time.monotonic() - record.info.get("used_at", time.monotonic()) < IDLE_S:
+        return
+    try:
+        connection.execute("SELECT 1")
+        connection.rollback()
+    except Exception as error:
+        raise DisconnectionError("the connection was closed while it was idle") from error
 
 
 def _prepare_sqlite(connection: Any, _record: Any) -> None:

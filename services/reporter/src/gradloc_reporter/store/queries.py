@@ -392,6 +392,7 @@ class Queries:
             num_spikes=row.num_spikes,
             finding=self._finding(row.finding_json),
             localization_attempt=row.localization_attempt,
+            finding_attempt=row.finding_attempt,
             localizing=newest is not None and newest.state in ("queued", "running"),
             stage=None if newest is None else newest.stage,
             fraction=None if newest is None else newest.fraction,
