@@ -12,6 +12,7 @@ import pytest
 
 # Libraries that any module may use where its part installs them; each with its reason.
 FREE = {
+    "orjson": "JSON, faster than the json module; no state, no I/O",
     "numpy": "arrays, no I/O",
     "pydantic": "types of messages, answers and settings",
     "pydantic_core": "types of pydantic's own schemas",
