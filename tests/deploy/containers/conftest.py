@@ -150,6 +150,8 @@ class Container:
     grace_s: float = 30.0
     ports: dict[str, int] = field(default_factory=dict)
     words: list[str] = field(default_factory=list)
+    restarts: int = 0
+    ends: bool = False
 
     def launch(self) -> None:
         with self.log.open("ab") as out:
@@ -205,22 +207,25 @@ class Container:
             return False
 
     def wait_ready(self, *, seconds: float = 120.0) -> "Container":
-        """All probes pass. A container that ends meanwhile, as where Redis is not there yet, is started again."""
-        restarts = iter(range(3))
-
-        def passes(kind: str) -> bool:
-            assert self.process is not None
-            if self.process.poll() is not None and next(restarts, None) is not None:
-                self.launch()
-            return bool(self.pid) and self.probe(kind)
-
         for kind in ("startupProbe", "readinessProbe", "livenessProbe"):
-            until(lambda kind=kind: passes(kind), f"{kind} of {self.name}", seconds=seconds)
+            until(lambda kind=kind: self.lives and self.probe(kind), f"{kind} of {self.name}", seconds=seconds)
         return self
+
+    @property
+    def lives(self) -> bool:
+        """Whether it runs. One that ended by itself, as where Redis is not there yet, is started again, five times."""
+        assert self.process is not None
+        if self.process.poll() is None:
+            return True
+        if self.restarts and not self.ends:
+            self.restarts -= 1
+            self.launch()
+        return False
 
     def end(self) -> int:
         """SIGTERM, then the grace period; returns the exit code. Raises AssertionError when it had to be killed."""
         assert self.process is not None
+        self.ends = True
         os.kill(self.pid, signal.SIGTERM)
         try:
             return self.process.wait(self.grace_s)
@@ -291,7 +296,9 @@ class Cluster:
             _ip("netns", "del", name)
         _ip("link", "del", f"{self._mark}br")
 
-    until = staticmethod(until)
+    def until(self, ask: Callable[[], Any], what: str, *, seconds: float = 120.0) -> Any:
+        """The first true answer; meanwhile containers that ended by themselves are started again."""
+        return until(lambda: [one.lives for one in self.started.values()] and ask(), what, seconds=seconds)
 
     def secret(self, name: str) -> dict[str, str]:
         return self._secrets[name]
@@ -397,6 +404,7 @@ class Cluster:
         )
         # Whoever starts it may be killed: nothing of it must stay.
         started.words = ["setpriv", "--pdeathsig=KILL", "ip", "netns", "exec", namespace, *unshare, "sh", "-c", script]
+        started.restarts = 5 * (not name.startswith(("Job", "Pod")))
         started.launch()
         self.started[key] = started
         return started
