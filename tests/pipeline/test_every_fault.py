@@ -55,7 +55,8 @@ def played(name: str, seed: int, weights: Path, work: Path) -> SimpleNamespace:
     assert codes == [0, 0], (work / "rank-0.log").read_text() + (work / "rank-1.log").read_text()
     judge = [sys.executable, "-m", "gradloc.demo.judge", "--folder", str(judge_dir), "--world-size", "2"]
     subprocess.run(judge, env=env, check=True, timeout=600)
-    snapshots = sorted((work / "store").glob("*/0/*/manifest.json"), key=lambda path: int(path.parent.name))
+    kept = sorted((work / "store").glob("*/0/*/manifest.json"), key=lambda path: int(path.parent.name))
+    snapshots = [path for path in kept if json.loads(path.read_text())["weights"] != "reference"]
     assert snapshots, "nothing was kept"
     _, finding = explain(snapshots[0].parent.as_uri(), Options(num_threads=1))
     rows = [json.loads(line) for line in (work / "progress.jsonl").read_text().splitlines()]
