@@ -63,6 +63,7 @@ class Cast:
     faults: tuple[str, ...] = FAULT_NAMES
     num_steps: int | None = None
     patience: float = 1.0
+    judge_waits: bool = False  # for the localizer: both together would need more than 8 GB
 
     def steps_for(self, fault: str) -> int:
         return self.num_steps or ANSWERS[fault].num_steps
@@ -71,5 +72,5 @@ class Cast:
 # One rank of SmolLM2: two would need more than 8 GB.
 MODELS = {
     TINY: Cast("grpo-sort"),
-    SMOLLM2: Cast("smollm2-grpo", 1, 1, ("token-mismatch", "none"), num_steps=16, patience=6.0),
+    SMOLLM2: Cast("smollm2-grpo", 1, 1, ("token-mismatch", "none"), num_steps=16, patience=6.0, judge_waits=True),
 }

@@ -177,9 +177,12 @@ def staged(house: House, script: Script, work: Path, tell: Callable[[Told], None
         house.hand_weights_to(work / "training")
         audience = _Audience(script, played, ranks, tell)
         audience.watch_training()
+        if script.cast.judge_waits:
+            audience.watch_services()
         judge = _start_judge(script, work)
         stack.callback(judge.end)
-        audience.watch_services()
+        if not script.cast.judge_waits:
+            audience.watch_services()
         judge.wait_ready((played.judge_dir / TRUTH).exists, timeout_s=JUDGE_TIMEOUT_S * script.cast.patience)
         yield played
 
