@@ -59,6 +59,24 @@ def test_the_readmes_own_loop_runs_as_it_stands_and_prints_what_the_readme_says(
     assert NUMBER.sub("#", result.stdout) == NUMBER.sub("#", printed)
 
 
+@pytest.mark.full
+def test_trls_trainer_names_the_token_that_was_recorded_wrongly(repository: Path, tmp_path: Path):
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GRADLOC_STRICT": "1"}
+    result = subprocess.run(
+        [sys.executable, "examples/trl_grpo.py", "--fault", "--out", str(tmp_path)],
+        cwd=repository,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    assert "28 steps" in result.stdout
+    assert re.search(r"step 2\d: token: .* 1\d\d\.0 % of the squared norm", result.stdout)
+    assert "token-level train/inference mismatch" in result.stdout
+
+
 @pytest.mark.parametrize("name", BENCHMARKS)
 def test_every_benchmark_opens_with_what_it_shows_and_speaks_json(name: str, repository: Path):
     source = (repository / "benchmarks" / name).read_text()

@@ -39,6 +39,7 @@ from gradloc.snapshot import Manifest, MicroBatch
 from gradloc.snapshot_writer import Order, SnapshotWriter, host_batch, host_copy, is_sharded
 from gradloc.step_message import step_message
 from gradloc.store import Store
+from gradloc.unsupported import refuse
 from gradloc_proto import rules
 from gradloc_proto.bus import Bus
 from gradloc_proto.identities import check_run_id
@@ -555,6 +556,7 @@ def watch(
     Raises ValueError for arguments that cannot be meant (before training starts); never afterwards.
     """
     check_run_id(run)
+    refuse(model, optimizer)
     if redis is not None and bus is not None:
         raise ValueError("both redis= and bus= are given; expected one of them")
     if reduction not in ("mean", "sum"):

@@ -189,3 +189,26 @@ def test_a_trainer_without_a_logger_of_ours_is_left_as_it_was(
     with pytest.raises(ValueError, match="DeepSpeed"):
         hugging_face.attach(trainer, run="x")
     assert "compute_loss" not in vars(trainer)
+
+
+def test_limits_and_findings_are_where_the_trainer_reports_to(
+    load: Callable[[], Any],
+    tokenizer: Any,
+    bus: Any,
+    every_snapshot: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pytest.importorskip("tensorboardX", reason="tensorboardX is not installed")
+    monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "board"))
+    trainer = plain_trainer(load(), tokenizer, tmp_path, report_to="tensorboard")
+    attachment = hugging_face.attach(
+        trainer, run="trainer-run", bus=bus, store=str(tmp_path / "store"), localize="inline", tokenizer=None
+    )
+    every_snapshot(attachment, trainer)
+    trainer.train()
+    assert attachment.finding is not None
+    written = b"".join(path.read_bytes() for path in tmp_path.rglob("events*"))
+    assert b"gradloc/finding" in written
+    assert f"step {attachment.finding.step}: ".encode() in written
+    assert b"gradloc/num_spikes" in written
