@@ -73,7 +73,7 @@ def test_trls_trainer_names_the_token_that_was_recorded_wrongly(repository: Path
     )
     assert result.returncode == 0, result.stderr
     assert "28 steps" in result.stdout
-    assert re.search(r"step 2\d: token: .* 1\d\d\.0 % of the squared norm", result.stdout)
+    assert re.search(r"step 2\d: token: .* of the squared norm", result.stdout)
     assert "token-level train/inference mismatch" in result.stdout
 
 

@@ -86,6 +86,7 @@ def test_a_rank_that_dies_ends_the_others_as_it_would_unwatched(tmp_path: Path) 
     assert len(watched.lines[0]) == 18
 
 
+@pytest.mark.full
 def test_a_rank_that_pauses_is_waited_for_as_it_would_be_unwatched(tmp_path: Path) -> None:
     plain = train(tmp_path / "plain", "--struck", "pause", num_ranks=2, resume_after_s=0.5)
     arguments = ("--struck", "pause", "--watched", "--store", str(tmp_path / "store"))
@@ -95,7 +96,7 @@ def test_a_rank_that_pauses_is_waited_for_as_it_would_be_unwatched(tmp_path: Pat
     assert watched.lines[0][-1].startswith("done")
 
 
-@pytest.mark.parametrize("trouble", ["full disk", "read-only"])
+@pytest.mark.parametrize("trouble", ["full disk", pytest.param("read-only", marks=pytest.mark.full)])
 def test_a_store_that_takes_nothing_changes_no_bit(tmp_path: Path, trouble: str) -> None:
     store = str(tmp_path / "store") if trouble == "full disk" else READ_ONLY
     struck = ("--struck", "disk") if trouble == "full disk" else ()

@@ -85,31 +85,36 @@ def dpo_trainer(model: Any, tokenizer: Any, out: Path) -> DPOTrainer:
     )
 
 
+def plain_trainer_bf16(model: Any, tokenizer: Any, out: Path) -> Trainer:
+    return plain_trainer(model, tokenizer, out, bf16=True)
+
+
 MAKERS = {
+    "plain bf16": (plain_trainer_bf16, hugging_face.attach),
     "plain": (plain_trainer, hugging_face.attach),
     "sft": (sft_trainer, trl.attach),
     "dpo": (dpo_trainer, trl.attach),
 }
 
 
-def scale_one_row(trainer: Any, step: int) -> tuple[int, int]:
+def scale_one_row(module: Any, step: int) -> tuple[int, int]:
     """A real fault of the loss: at one micro-batch one row counts a thousand times. Returns micro-batch and row."""
     micro_batch, row = 1, 1
     seen = -1
 
-    def hook(module: Any, args: Any, kwargs: Any, output: Any) -> None:
+    def hook(module: Any, args: Any, output: Any) -> None:
         nonlocal seen
         if not torch.is_grad_enabled():
             return
         seen += 1
         if seen != step * 2 + micro_batch:
             return
-        tensor = output.log_probs if getattr(output, "log_probs", None) is not None else output.logits
+        tensor = output if isinstance(output, torch.Tensor) else output.log_probs
         factors = torch.ones(tensor.shape[0], *[1] * (tensor.dim() - 1))
         factors[row] = 1000.0
-        tensor.register_hook(lambda grad: grad * factors)
+        tensor.register_hook(lambda grad: grad * factors.to(grad.dtype))
 
-    trainer.model.register_forward_hook(hook, with_kwargs=True)
+    module.register_forward_hook(hook)
     return micro_batch, row
 
 
@@ -128,14 +133,16 @@ def test_the_step_is_replayed_exactly_and_a_row_that_counts_too_much_is_found(
     make, attach = MAKERS[kind]
     trainer = make(load(), tokenizer, tmp_path)
     recorder.watch(trainer)
-    place = scale_one_row(trainer, FAULTY_STEP)  # its hook comes first: the loss has it as well
+    part = trainer.model.lm_head if kind.startswith("plain") else trainer.model
+    place = scale_one_row(part, FAULTY_STEP)  # its hook comes first: the loss has it as well
     attachment = attach(trainer, run="trainer-run", bus=bus, store=str(tmp_path / "store"))
     every_snapshot(attachment, trainer)
     trainer.train()
     for step in range(NUM_STEPS):
         found = compared(bus, recorder, step)
-        assert found.cosine >= 1 - 1e-9, (step, found)
-        assert found.norm_error <= 1e-5, (step, found)
+        exact = kind != "plain bf16"
+        assert found.cosine >= 1 - (1e-9 if exact else 1e-4), (step, found)
+        assert found.norm_error <= (1e-5 if exact else 1e-2), (step, found)
         assert found.reported_error <= 1e-5, (step, found)
     finding = explained(bus, FAULTY_STEP, max(recorder.norms[:FAULTY_STEP]))
     assert finding.verdict in ("sequence", "token")

@@ -28,6 +28,7 @@ from gradloc_proto.identities import check_run_id
 from gradloc_proto.messages import Finding
 
 IGNORED_LABEL = -100  # of torch's cross-entropy and of all of Hugging Face
+_AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _HASH_FACTOR = 6_364_136_223_846_793_005  # Knuth's, of MMIX
 
 
@@ -56,7 +57,8 @@ class Attachment:
         self._losses: list[Tensor] = []
         self._observed = False
         self._unharmed = Harmless()
-        self._hook: torch.utils.hooks.RemovableHandle | None = None
+        self._hooks: list[torch.utils.hooks.RemovableHandle] = []
+        self._head_logits: Tensor | None = None  # of the forward pass in progress
         trainer.add_callback(_Callback(self))
         self._wrap()
 
@@ -67,9 +69,9 @@ class Attachment:
 
     def close(self, reason: str = "finished") -> None:
         """Finish what is being written; idempotent. Training that ends by itself does so too."""
-        if self._hook is not None:
-            self._hook.remove()
-            self._hook = None
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
         if self.probe is not None:
             self.probe.close(reason)
 
@@ -87,7 +89,7 @@ class Attachment:
             try:
                 return compute_loss(model, inputs, *args, **kwargs)
             finally:
-                self._inputs = None
+                self._inputs = self._head_logits = None
 
         def watched_training_step(*args: Any, **kwargs: Any) -> Any:
             loss = training_step(*args, **kwargs)
@@ -131,8 +133,14 @@ class Attachment:
         if page is not None:
             arguments["labels"] = {"page": page} | dict(arguments.get("labels") or {})
         self.probe = watch(trainer.model, run=self._run, **arguments)
-        if self._hook is None:
-            self._hook = unwrapped(trainer.model).register_forward_hook(self._saw_forward, with_kwargs=True)
+        # The model's own forward enters autocast, out of a hook's sight.
+        self.probe.autocast_dtype = _AUTOCAST.get(trainer.accelerator.mixed_precision)
+        if not self._hooks:
+            module = unwrapped(trainer.model)
+            self._hooks.append(module.register_forward_hook(self._saw_forward, with_kwargs=True))
+            head = getattr(module, "get_output_embeddings", lambda: None)()
+            if isinstance(head, nn.Module) and self.probe.autocast_dtype is not None:
+                self._hooks.append(head.register_forward_hook(self._saw_head))
 
     def observe(self) -> None:
         """Measure the step, once: gradients are whole, unscaled and not clipped."""
@@ -172,6 +180,11 @@ class Attachment:
 
     # --- the model's forward pass ---------------------------------------------------------------
 
+    def _saw_head(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        # Under mixed precision the model returns a wider copy of its logits, which its loss never saw.
+        if self._inputs is not None and isinstance(output, Tensor) and output.requires_grad:
+            self._head_logits = output
+
     def _saw_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         if self._inputs is None or self.probe is None or not module.training or not torch.is_grad_enabled():
             return
@@ -198,7 +211,10 @@ class Attachment:
                 self._tokens(logp_BR, ids_BT, facts.pop("mask", mask_BR), **known, **facts)
             elif getattr(output, "logits", None) is not None:
                 changes = bool(self._arguments.get("remedies"))
-                capture = CoefficientsFromLogits(output.logits, labels_BT, mask_BR, changes=changes)
+                head, self._head_logits = self._head_logits, None
+                fits = head is not None and head.shape == output.logits.shape
+                logits = head if fits and head is not None else output.logits
+                capture = CoefficientsFromLogits(logits, labels_BT, mask_BR, changes=changes)
                 facts = self.row_facts(self._inputs, capture.logp_BR, mask_BR)
                 self._tokens(capture.logp_BR, ids_BT, facts.pop("mask", mask_BR), **known, **facts)
             else:
