@@ -181,6 +181,20 @@ def test_e_mail_is_one_thread_an_incident(kit: Any, told: Any, bus: MemoryBus, s
     assert "99.9 %" in second.get_payload(decode=True).decode()
 
 
+def test_grafana_gets_a_mark_with_the_culprit_where_the_spike_was(
+    kit: Any, told: Any, bus: MemoryBus, start: Start, hook: Hook
+) -> None:
+    text = f"[[receivers]]\nname='g'\nkind='grafana'\nurl='{hook.url}'\ntoken_env='T'"
+    start(receivers=receivers(text, T="glsa_x"))
+    opened = told.opened()
+    kit.tell(bus, told.started(), opened, told.finished(opened.incident_id))
+    kit.until(lambda: len(hook.posts), lambda count: count == 1, "one mark")
+    headers, body = hook.posts[0]
+    assert headers["authorization"] == "Bearer glsa_x"
+    assert (body["tags"], body["time"]) == (["gradloc", f"run:{told.run_id}"], round(1000 * (told.ts + 1)))
+    assert "token 358 &quot;&lt;th&quot; (id 13708)" in body["text"], "Grafana shows it as HTML"
+
+
 def test_notify_test_says_who_took_it(tmp_path: Path, hook: Hook, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GOOD", hook.url)
     monkeypatch.setenv("BAD", "http://127.0.0.1:1/")

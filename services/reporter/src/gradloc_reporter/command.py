@@ -50,6 +50,13 @@ BAD_INPUT = 2
     help="Who is told of what: Slack channels, webhooks, e-mail, Alertmanager (TOML).",
 )
 @click.option(
+    "--keep-steps-days",
+    default=0.0,
+    show_default=True,
+    metavar="DAYS",
+    help="Thin older steps to a tenth, extremes and spikes kept; 0: never.",
+)
+@click.option(
     "--rate-limit",
     default=50.0,
     show_default=True,
@@ -67,6 +74,7 @@ def reporter(
     public_url: str | None,
     tokens_file: str | None,
     receivers_file: str | None,
+    keep_steps_days: float,
     rate_limit: float,
     redact_tokens: bool,
 ) -> None:
@@ -91,6 +99,7 @@ def reporter(
             redact_tokens=redact_tokens,
             slack=slack,
             receivers=receivers,
+            keep_steps_days=keep_steps_days,
             rate_limit_per_s=rate_limit or None,
             tokens=None if tokens_file is None else _tokens(Path(tokens_file)),
         )

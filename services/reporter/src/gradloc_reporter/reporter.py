@@ -21,12 +21,13 @@ import uvicorn
 
 from gradloc_proto.bus import Bus
 from gradloc_reporter.consumer import Consumer
+from gradloc_reporter.keeper import Keeper
 from gradloc_reporter.matching import matches
 from gradloc_reporter.metrics import ReporterMetrics
 from gradloc_reporter.notices.alertmanager import Alertmanager, post_test_alert
 from gradloc_reporter.notices.door import Door, Notice, RateLimited, Refused, Unreachable
 from gradloc_reporter.notices.mail import Mail, MailServer
-from gradloc_reporter.notices.web import Webhook
+from gradloc_reporter.notices.web import GrafanaAnnotations, Webhook
 from gradloc_reporter.routes import Receiver
 from gradloc_reporter.settings import Settings, SlackSettings
 from gradloc_reporter.slack.announcer import Announcer
@@ -67,6 +68,11 @@ class Reporter:
         queries = Queries(page_url=self._page_url, hide_text=settings.redact_tokens)
         self._consumer = Consumer(bus, self._database, on_commit=self._notice, clock=clock)
         self._announcers = announcers(self._database, queries, settings, clock)
+        self._keeper = (
+            Keeper(self._database, keep_steps_days=settings.keep_steps_days, clock=clock)
+            if settings.keep_steps_days
+            else None
+        )
         self._metrics = ReporterMetrics(
             self._database,
             self._consumer.consumption,
@@ -104,6 +110,8 @@ class Reporter:
         """Start all threads; returns when HTTP answers."""
         self._spawn("http", lambda: self._server.run(sockets=[self._socket]))
         self._spawn("consumer", self._consumer.run)
+        if self._keeper is not None:
+            self._spawn("keeper", self._keeper.run)
         for number, each in enumerate(self._announcers):
             self._spawn(f"receiver-{number}", each.run)
         deadline = time.monotonic() + START_S
@@ -117,6 +125,8 @@ class Reporter:
     def stop(self) -> None:
         """End all threads after their present work; idempotent."""
         self._consumer.stop()
+        if self._keeper is not None:
+            self._keeper.stop()
         for each in self._announcers:
             each.stop()
         self._live.close()
@@ -213,6 +223,8 @@ def door_of(receiver: Receiver, slack: SlackSettings | None) -> SlackChannel | D
         return _channel(slack, options["channel"])
     if receiver.kind == "slack-webhook":
         return SlackWebhook(receiver.name, receiver.secret or "")
+    if receiver.kind == "grafana":
+        return GrafanaAnnotations(receiver.name, options["url"], receiver.secret or "")
     if receiver.kind == "webhook":
         return Webhook(receiver.name, receiver.secret or "")
     server = MailServer(

@@ -2,11 +2,11 @@
 
     [[receivers]]
     name = "oncall"              # shown in logs and by gradloc notify-test
-    kind = "slack"               # slack, slack-webhook, webhook, email, alertmanager
+    kind = "slack"               # slack, slack-webhook, webhook, email, alertmanager, grafana
     channel = "C0123456789"      # slack: its bot's token is in GRADLOC_SLACK_TOKEN
     when = { severity = "critical", team = "rl*" }    # all must fit; left out: everything
 
-Secrets never stand in the file: `url_env` and `password_env` name environment variables.
+Secrets never stand in the file: `url_env`, `password_env` and `token_env` name environment variables.
 """
 
 import re
@@ -17,7 +17,7 @@ from typing import Any, Literal, get_args
 
 from gradloc_reporter.answers import Matcher
 
-Kind = Literal["slack", "slack-webhook", "webhook", "email", "alertmanager"]
+Kind = Literal["slack", "slack-webhook", "webhook", "email", "alertmanager", "grafana"]
 RECEIVERS_MAX = 50  # each has a thread of its own
 _NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")
 _CHANNEL = re.compile(r"^[CGD][A-Z0-9]{2,20}$")
@@ -28,6 +28,7 @@ _KEYS: dict[str, tuple[set[str], set[str]]] = {  # needed, allowed besides
     "webhook": ({"url_env"}, set()),
     "email": ({"host", "from", "to"}, {"port", "starttls", "user", "password_env"}),
     "alertmanager": ({"url"}, set()),
+    "grafana": ({"url", "token_env"}, set()),
 }
 
 
@@ -83,7 +84,7 @@ def _receiver(entry: Any, environment: Mapping[str, str]) -> Receiver:
 def _check(kind: Kind, entry: dict[str, Any]) -> None:
     if kind == "slack" and not (isinstance(entry["channel"], str) and _CHANNEL.match(entry["channel"])):
         raise ValueError("channel must be a channel's id such as C0123456789")
-    if kind == "alertmanager" and not str(entry["url"]).startswith(("http://", "https://")):
+    if kind in ("alertmanager", "grafana") and not str(entry["url"]).startswith(("http://", "https://")):
         raise ValueError("url must begin with http:// or https://")
     if kind == "email":
         to = entry["to"]
@@ -111,7 +112,7 @@ def _matchers(when: Any) -> tuple[Matcher, ...]:
 
 
 def _secret(entry: dict[str, Any], environment: Mapping[str, str]) -> str | None:
-    for key in ("url_env", "password_env"):
+    for key in ("url_env", "password_env", "token_env"):
         variable = entry.get(key)
         if variable is None:
             continue

@@ -37,6 +37,7 @@ class Settings:
     slack: SlackSettings | None = None
     receivers: tuple[Receiver, ...] = ()
     tokens: Tokens | None = None  # None: everybody may read and operate
+    keep_steps_days: float = 0.0  # older steps are thinned to a tenth; 0: never
     rate_limit_per_s: float | None = 50.0  # REST requests a second of one token or address; None: as many as come
 
     def __post_init__(self) -> None:
@@ -44,6 +45,8 @@ class Settings:
             raise ValueError(f"port {self.port} is not a port; expected 0 to 65535")
         if self.rate_limit_per_s is not None and not 0 < self.rate_limit_per_s < math.inf:
             raise ValueError("--rate-limit must be a number above 0; leave it out for no limit")
+        if not 0 <= self.keep_steps_days < math.inf:
+            raise ValueError("--keep-steps-days must be 0 (for ever) or a number of days")
         if self.public_url is not None:
             _check_url("--public-url", self.public_url)
         if self.slack is not None:

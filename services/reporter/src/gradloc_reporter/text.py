@@ -37,6 +37,7 @@ class Story:
     resolved_step: int | None = None
     resolved_reason: str | None = None
     acknowledged_by: str | None = None
+    opened_at: float | None = None
     closed_by: str | None = None  # a person who said that it is over
     url: str | None = None
 

@@ -33,6 +33,8 @@ class Notice:
     stage: Stage
     telling: Telling
     incident_json: bytes
+    run_id: str = ""
+    at: float | None = None  # when the incident opened, by the trainer's clock
 
 
 class Door(Protocol):

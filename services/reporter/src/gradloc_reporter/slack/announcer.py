@@ -195,7 +195,7 @@ class Announcer:
         if due.state is None:
             with self._database.writing() as session:
                 ledger.intend(session, due.incident_id, receiver=self.channel, now=self._clock())
-        if due.state != "posted" or notice.stage != due.told_status:
+        if notice.stage in door.stages and (due.state != "posted" or notice.stage != due.told_status):
             self._pace()
             door.post(notice)
         self._told(due, None, revision=due.revision, status=notice.stage)
@@ -208,7 +208,8 @@ class Announcer:
         stage: Stage = "opened" if story.finding is None else "located"
         if story.status == "resolved" and "resolved" in getattr(self._door, "stages", ()):
             stage = "resolved"
-        return Notice(due.incident_id, stage, tell(story), answers.get(due.incident_id, b"null"))
+        answer = answers.get(due.incident_id, b"null")
+        return Notice(due.incident_id, stage, tell(story), answer, run_id=story.run_id, at=story.opened_at)
 
     def _reply(self, door: SlackChannel, due: ledger.Due, ts: str) -> None:
         """Put the numbers of each finding into the thread, once."""

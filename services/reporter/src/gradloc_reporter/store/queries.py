@@ -402,6 +402,7 @@ class Queries:
             resolved_reason=row.resolved_reason if by_detector else None,
             closed_by=None if by_detector or row.status != "resolved" else row.closed_by,
             acknowledged_by=row.acknowledged_by,
+            opened_at=row.opened_at,
             url=self.page_url(row.incident_id),
         )
 
