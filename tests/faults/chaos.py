@@ -3,7 +3,7 @@
     python tests/faults/chaos.py --schedules 20 --seed 1 --resume chaos.jsonl
 
 A schedule: at least five faults of `faults.py` at seeded moments, while trainers publish and spike. Then all is
-healed, the trainers end, and within a minute everything that survived Redis has exactly one incident and one message,
+healed, the trainers go on for a while and end, and within a minute everything that survived Redis has exactly one incident and one message,
 and everything lost was noticed. Prints a line a schedule and, last, one JSON object {schedules, faults, spikes, lost,
 lost_unnoticed, missed, doubled, worst_recovery_s, failures}. Exit code 1 where the promise was broken.
 """
@@ -23,6 +23,7 @@ from world import World
 
 RECOVERY_MAX_S = 60.0
 FIRST_FAULT_S, LAST_FAULT_S = 6.0, 30.0
+CALM_S = 8.0  # trainers go on for a while after the last fault is healed
 TRAINER_TIMEOUT_S = 120.0
 
 
@@ -57,6 +58,11 @@ def run_schedule(seed: int, folder: Path, num_faults: int, only: list[str] | Non
                 busy.add(EXCLUSIVE[name])
             world.supervise()
             time.sleep(0.05)
+        calm_until = time.monotonic() + CALM_S
+        while time.monotonic() < calm_until:
+            world.supervise()
+            time.sleep(0.1)
+        world.stop_trainers()
         ended = time.monotonic() + TRAINER_TIMEOUT_S
         while any(child.alive for child in world.trainers.values()) and time.monotonic() < ended:
             world.supervise()

@@ -24,7 +24,7 @@ from gradloc_proto import codec, streams
 from gradloc_proto.messages import StepObserved
 
 HERE = Path(__file__).parent
-NUM_STEPS, RATE = 300, 8.0
+NUM_STEPS, RATE = 20_000, 8.0  # more than a schedule lasts: trainers are asked to stop
 CHECKPOINT_EVERY = 5  # steps a restarted trainer repeats at most
 
 
@@ -195,7 +195,7 @@ class World:
     def start_trainer(self, run: str, first_step: int) -> None:
         command = [
             sys.executable, str(HERE / "trainer.py"), self.url, run, str(self.attempts[run]), str(first_step),
-            str(max(NUM_STEPS - first_step, 1)), str(RATE), str(self.seed), str(self.truth_path(run)),
+            str(NUM_STEPS), str(RATE), str(self.seed), str(self.truth_path(run)),
         ]  # fmt: skip
         self.trainers[run] = Child(f"{run}-{self.attempts[run]}", command, self.folder)
         self.trainers[run].start()
@@ -206,6 +206,10 @@ class World:
         last = max((step for _, step, _ in self.truth(run)), default=0)
         self.attempts[run] += 1
         self.start_trainer(run, max(0, last + 1 - CHECKPOINT_EVERY))
+
+    def stop_trainers(self) -> None:
+        for child in self.trainers.values():
+            child.send(signal.SIGTERM)
 
     def streamed(self, run: str) -> set[tuple[int, int]]:
         """(attempt, step) that Redis holds now."""
