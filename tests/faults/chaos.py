@@ -3,9 +3,10 @@
     python tests/faults/chaos.py --schedules 20 --seed 1 --resume chaos.jsonl
 
 A schedule: at least five faults of `faults.py` at seeded moments, while trainers publish and spike. Then all is
-healed, the trainers go on for a while and end, and within a minute everything that survived Redis has exactly one incident and one message,
-and everything lost was noticed. Prints a line a schedule and, last, one JSON object {schedules, faults, spikes, lost,
-lost_unnoticed, missed, doubled, worst_recovery_s, failures}. Exit code 1 where the promise was broken.
+healed, the trainers go on for a while and end, and within a minute everything that survived Redis has exactly one
+incident and one message, and everything lost was noticed. Prints a line a schedule and, last, one JSON object
+{schedules, faults, spikes, lost, lost_unnoticed, doubled, untold, worst_recovery_s, failures}. Exit code 1 where the
+promise was broken.
 """
 
 import argparse
