@@ -240,7 +240,7 @@ def test_openapi_describes_every_route_and_the_strings_for_numbers(kit: Any, api
         "/api/v1/incidents/{incident}",
         *(f"/api/v1/incidents/{{incident}}/{name}" for name in incident),
         "/api/v1/silences",
-        "/api/v1/silences/{silence}",
+        "/api/v1/silences/{silence_id}",
     }
     share = schema["components"]["schemas"]["Culprit"]["properties"]["share"]
     assert {"type": "string", "enum": ["NaN", "Infinity", "-Infinity"]} in share["anyOf"]

@@ -10,6 +10,7 @@ from http import HTTPStatus
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
+from starlette.routing import Match
 
 from gradloc_proto.bus import BusUnavailable
 from gradloc_reporter.answers import Problem
@@ -54,7 +55,10 @@ def add_problem_handlers(app: FastAPI, error_page: Callable[[Problem], str]) -> 
         advice = _ADVICE.get(error.status_code, "Check the request; /api/v1/openapi.json says what is expected.")
         title = _title(error.status_code)
         problem = Problem(title=title, status=error.status_code, detail=str(error.detail), what_to_do=advice)
-        return answer(request, problem, dict(error.headers or {}))
+        headers = dict(error.headers or {})
+        if error.status_code == 405:  # Starlette names the methods of the first route only
+            headers["Allow"] = ", ".join(sorted(_methods_at(request)))
+        return answer(request, problem, headers)
 
     async def invalid(request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError)
@@ -90,6 +94,15 @@ def add_problem_handlers(app: FastAPI, error_page: Callable[[Problem], str]) -> 
     app.add_exception_handler(BusUnavailable, bus)
     app.add_exception_handler(DBAPIError, database)
     app.add_exception_handler(Exception, unexpected)
+
+
+def _methods_at(request: Request) -> set[str]:
+    """Every method that some route takes at this address."""
+    found: set[str] = set()
+    for route in request.app.routes:
+        if route.matches(request.scope)[0] is not Match.NONE:
+            found |= set(getattr(route, "methods", None) or ())
+    return found
 
 
 _RETRY = {"Retry-After": str(RETRY_AFTER_S)}

@@ -25,7 +25,7 @@ WISH = UNKNOWN | problems(
     on_403="The token has the scope read",
     on_503="Redis or the database does not answer",
 )
-SilenceId = Annotated[str, Path(pattern=r"^[A-Za-z0-9]{1,64}$", examples=["8c1f0a9be2d4c671"])]
+SilenceId = Annotated[str, Path(pattern=r"^[^\x00/]{1,64}$", examples=["8c1f0a9be2d4c671"])]
 
 
 def wishes_router(backend: Backend) -> APIRouter:
@@ -144,17 +144,17 @@ def _add_silences(router: APIRouter, backend: Backend) -> None:
             with backend.database.writing() as session:
                 made = silences.create(session, wish, by=viewer.signed(wish.by), teams=viewer.teams, ts=ts)
         except silences.TooManySilences as error:
-            raise ProblemRaised(503, str(error), "DELETE /api/v1/silences/{silence} ends one.") from None
+            raise ProblemRaised(503, str(error), "DELETE /api/v1/silences/{silence_id} ends one.") from None
         backend.on_change()
         return answered(made, 201)
 
-    @router.delete("/silences/{silence}", response_model=a.SilenceAnswer, responses=WISH)
-    def end_silence(viewer: By, silence: SilenceId) -> Response:
+    @router.delete("/silences/{silence_id}", response_model=a.SilenceAnswer, responses=WISH)
+    def end_silence(viewer: By, silence_id: SilenceId) -> Response:
         """End a silence now. What it kept back and still goes on is told."""
         by = viewer.name or "somebody"
         with backend.database.writing() as session:
-            found = silences.end(session, silence, by=by, teams=viewer.teams, ts=backend.clock())
+            found = silences.end(session, silence_id, by=by, teams=viewer.teams, ts=backend.clock())
         if found is None:
-            raise no_such("silence", silence)
+            raise no_such("silence", silence_id)
         backend.on_change()
         return answered(found)
