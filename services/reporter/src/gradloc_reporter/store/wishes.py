@@ -3,6 +3,7 @@
 Every function says whether there is such an incident; the log keeps who and when.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -32,7 +33,9 @@ def close(session: Session, incident_id: str, *, by: str, reason: str, ts: float
     """Say that it is over; a later spike of it, or `reopen`, says otherwise."""
 
     def over(incident: IncidentRow) -> None:
-        incident.closed_at, incident.closed_by = max(ts, incident.closed_at or ts), by
+        # Later than what it ends, whatever the clocks say.
+        latest = max(ts, incident.closed_at or ts, incident.reopened_at or ts, incident.last_spike_at or ts)
+        incident.closed_at, incident.closed_by = latest if latest == ts else math.nextafter(latest, math.inf), by
 
     def again(incident: IncidentRow) -> bool:
         if is_over(incident) and incident.closed_at is not None:
