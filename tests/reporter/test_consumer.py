@@ -123,6 +123,23 @@ def test_a_message_that_cannot_be_stored_is_set_aside_alone(
     assert hit is not None and hit.finding is None and own is not None
 
 
+def test_the_detector_may_give_a_localization_up_in_its_own_stream(
+    kit: Any, told: Any, bus: MemoryBus, database: Database
+) -> None:
+    opened = told.opened()
+    failed = told.of(
+        m.LocalizationFailed, opened.incident_id, localization_attempt=1, reason="no more", retryable=False
+    )
+    kit.tell(bus, told.started(), opened)
+    bus.append(streams.stream(told.run_id, "incidents"), [encode(failed)], length_max=10)
+    consumer = Consumer(bus, database)
+    drain(consumer)
+    assert not consumer.consumption.rejected
+    with database.reading() as session:
+        incident = Queries().incident(session, opened.incident_id)
+    assert incident is not None and incident.status == "failed"
+
+
 def test_a_message_in_the_wrong_stream_or_of_another_run_is_rejected(
     kit: Any, told: Any, bus: MemoryBus, database: Database
 ) -> None:

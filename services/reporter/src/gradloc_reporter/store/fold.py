@@ -15,7 +15,8 @@ from gradloc_reporter.store import incident_facts, run_facts, summaries
 
 ALLOWED: dict[StreamName, tuple[type[m.Message], ...]] = {
     "steps": (m.RunStarted, m.StepObserved, m.SnapshotCommitted, m.SnapshotFailed, m.RunEnded),
-    "incidents": (m.IncidentMessage, m.IncidentResolved, m.StreamGapNoticed),
+    # A localization that the detector has given up is its own fact, told beside the incident.
+    "incidents": (m.IncidentMessage, m.IncidentResolved, m.StreamGapNoticed, m.LocalizationFailed),
     "limits": (m.LimitsChanged,),
     "findings": (m.LocalizationMessage,),
     "control": (m.SnapshotRequested, m.RelocalizeRequested, m.OverrideSet, m.Tick, m.JobReported),
