@@ -18,6 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import redis
+from redis.backoff import NoBackoff
+from redis.retry import Retry
 
 from gradloc.demo.slack import CHANNEL, TOKEN, SlackEndpoint
 from gradloc_proto import codec, streams
@@ -154,7 +156,8 @@ class World:
         self.channel.__exit__()
 
     def client(self) -> "redis.Redis[bytes]":
-        return redis.Redis(port=self.redis_port, socket_timeout=5)
+        # Without the client's own patience: a paused Redis must not hold up the schedule.
+        return redis.Redis(port=self.redis_port, socket_timeout=2, retry=Retry(NoBackoff(), 0))
 
     def wait_for_redis(self) -> None:
         deadline = time.monotonic() + 20
