@@ -62,8 +62,8 @@ def test_the_compose_file_starts_on_one_machine(cluster: Callable[..., Any]) -> 
     here.until(lambda: answers("ray", ":8265/api/gcs_healthz"), "Ray answers")
     here.until(lambda: answers("detector", ":9471/healthz"), "the detector answers")
     here.until(lambda: answers("reporter", ":8321/readyz"), "the reporter is ready")
-    nodes = started["ray"].run("ray", "status").stdout
-    assert "spare_gpu" in nodes, nodes
+    # Ray answers some seconds before it knows its own nodes.
+    here.until(lambda: "spare_gpu" in started["ray"].run("ray", "status").stdout, "Ray has a spare GPU")
     for name in ("detector", "reporter"):
         assert started[name].end() == 0, started[name].logs()
     for name in ("ray", "redis"):
