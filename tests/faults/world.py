@@ -8,7 +8,6 @@ import contextlib
 import os
 import shutil
 import signal
-import socket
 import sqlite3
 import subprocess
 import sys
@@ -22,18 +21,13 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from gradloc.demo.slack import CHANNEL, TOKEN, SlackEndpoint
+from gradloc.workstation.processes import free_port
 from gradloc_proto import codec, streams
 from gradloc_proto.messages import StepObserved
 
 HERE = Path(__file__).parent
 NUM_STEPS, RATE = 20_000, 8.0  # more than a schedule lasts: trainers are asked to stop
 CHECKPOINT_EVERY = 5  # steps a restarted trainer repeats at most
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 class Channel(SlackEndpoint):

@@ -3,6 +3,7 @@
 Bytes from a stream are not trusted: what is wrong with them is said without repeating any of them.
 """
 
+import math
 import re
 from collections.abc import Iterator
 
@@ -45,6 +46,13 @@ def encode(message: Message) -> bytes:
             "send fewer layers or a shorter sequence window"
         )
     return data
+
+
+def plain_number(value: float) -> float | str:
+    """A number as strict JSON carries it, here and in messages: NaN and infinities as strings."""
+    if math.isfinite(value):
+        return value
+    return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
 
 
 def decode(data: bytes) -> Message:

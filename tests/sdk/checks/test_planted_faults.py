@@ -4,11 +4,12 @@ import json
 
 import pytest
 
-from gradloc.checks.finding import CheckFinding, Tally, finding, plain_number
+from gradloc.checks.finding import CheckFinding, Tally, finding
 from gradloc.checks.kinds import KINDS, LAYERS
 from gradloc.checks.planted import Plant, all_plants
 from gradloc.checks.planted.setups import SETUPS
 from gradloc.checks.self_test import SelfTest, self_test
+from gradloc_proto.codec import plain_number
 
 PLANTS = all_plants()
 IDS = [f"{plant.code}-{plant.name}".replace(" ", "_") for plant in PLANTS]

@@ -17,7 +17,8 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from gradloc.checks.documents import Document, DocumentRejected
-from gradloc.checks.finding import CheckFinding, plain_number
+from gradloc.checks.finding import CheckFinding
+from gradloc_proto.codec import plain_number
 
 FORMAT = "gradloc-bundle"
 VERSION = 1

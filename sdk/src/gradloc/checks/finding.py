@@ -3,12 +3,12 @@
 A finding names places by numbers (row, offset, token, layer), never by the text that stands there.
 """
 
-import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from gradloc.checks.kinds import KINDS, Layer, Severity
+from gradloc_proto.codec import plain_number
 
 PLACES_MAX = 8  # further places that a finding names besides its first
 EXCERPT_LENGTH = 60
@@ -66,15 +66,6 @@ def finding(
         todo=kind.todo,
         excerpt=excerpt,
     )
-
-
-def plain_number(value: float) -> float | str:
-    """The number as strict JSON can carry it."""
-    if math.isnan(value):
-        return "NaN"
-    if math.isinf(value):
-        return "Infinity" if value > 0 else "-Infinity"
-    return value
 
 
 @dataclass(frozen=True)

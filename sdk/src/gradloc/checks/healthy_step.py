@@ -17,11 +17,12 @@ import torch
 from torch import nn
 
 from gradloc.checks.documents import read_document
-from gradloc.checks.finding import Skipped, plain_number
+from gradloc.checks.finding import Skipped
 from gradloc.checks.row_text import number_of, numbers_of
 from gradloc.policy import Meter, Policy, place
 from gradloc.replay import coefficients_of, replay
 from gradloc.snapshot import Snapshot, open_snapshot
+from gradloc_proto.codec import plain_number
 
 FACTOR = 4.0  # as the detector's limit over healthy
 LOSS_FLOOR = 0.01  # on-policy GRPO has a loss of exactly 0, whose range would be empty

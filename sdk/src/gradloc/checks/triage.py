@@ -11,11 +11,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from gradloc.checks.finding import plain_number
 from gradloc.checks.gradients import check_norms
 from gradloc.checks.kinds import Layer
 from gradloc.checks.log_series import SERIES, LogSeries
 from gradloc.checks.log_shapes import Shape, collapse, plateau, saw_tooth
+from gradloc_proto.codec import plain_number
 
 Branch = Literal[
     "device-assert",

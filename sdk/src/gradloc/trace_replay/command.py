@@ -1,13 +1,13 @@
 """`gradloc replay FILE`: what the detector would have said of a finished run."""
 
 import json
-import math
 from pathlib import Path
 
 import click
 
 from gradloc.trace_replay import chart, files
 from gradloc.trace_replay.judged import Verdict, judged
+from gradloc_proto.codec import plain_number
 from gradloc_proto.rules import Sensitivity
 
 
@@ -62,7 +62,12 @@ def replay(file: Path, sensitivity: float, plot: Path | None, series: bool, as_j
     if as_json:
         if series:
             result["series"] = [
-                {"step": one.row.step, "norm": _plain(one.row.norm), "limit": one.limit, "healthy_norm": one.healthy}
+                {
+                    "step": one.row.step,
+                    "norm": plain_number(one.row.norm),
+                    "limit": one.limit,
+                    "healthy_norm": one.healthy,
+                }
                 for one in verdict.rows
             ]
         click.echo(json.dumps(result))
@@ -73,10 +78,3 @@ def replay(file: Path, sensitivity: float, plot: Path | None, series: bool, as_j
         click.echo(f"  {chart.note_of(one)}, {one.flags[0].score:.3g}x healthy{others}")
     if plot is not None:
         click.echo(f"picture: {plot}")
-
-
-def _plain(value: float) -> float | str:
-    # As in every message: JSON has no such numbers.
-    if math.isfinite(value):
-        return value
-    return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"

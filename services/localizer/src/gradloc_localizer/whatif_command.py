@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from gradloc_localizer.terminal import EXIT_REJECTED, progress_bar
+from gradloc_proto.codec import plain_number
 
 _NUM_LAYERS_SHOWN = 3
 
@@ -137,6 +138,4 @@ def _finite(value: object) -> object:
         return {key: _finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_finite(item) for item in value]
-    if isinstance(value, float) and (value != value or value in (float("inf"), float("-inf"))):
-        return "NaN" if value != value else "Infinity" if value > 0 else "-Infinity"
-    return value
+    return plain_number(value) if isinstance(value, float) else value

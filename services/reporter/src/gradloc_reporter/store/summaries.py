@@ -5,7 +5,6 @@ are JSON already (spikes, findings, as messages wrote them) go in as they are. A
 another version of this renderer, or asked for without token texts, is made afresh.
 """
 
-import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -13,6 +12,7 @@ import orjson
 from sqlalchemy import Connection, select
 from sqlalchemy.orm import Session
 
+from gradloc_proto.codec import plain_number
 from gradloc_proto.messages import Finding
 from gradloc_reporter.store import fingerprints
 from gradloc_reporter.store.queries import Queries, events_of, snapshots_of, spike_rows_of
@@ -96,9 +96,7 @@ def _attempt(queries: Queries, row: FindingRow) -> dict[str, Any]:
 
 def wire(value: float | None) -> float | str | None:
     """A number as JSON takes it: what is not finite becomes the string that messages use."""
-    if value is None or math.isfinite(value):
-        return value
-    return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    return None if value is None else plain_number(value)
 
 
 def incident_json(connection: Connection, queries: Queries, incident_id: str) -> bytes | None:
