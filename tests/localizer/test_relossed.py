@@ -100,3 +100,16 @@ def test_contributors_and_the_token_whose_ratio_it_was_are_told_apart(trainer):
     assert finding.certificate.norm_without_relossed == pytest.approx(truth.gradient.norm, rel=1e-3)
     assert finding.causes[0].name == "sequence-mismatch"
     assert "by the ratio of token 9" in finding.summary
+
+
+@pytest.mark.parametrize("log_ratio", [-5_000.0, 5_000.0])
+def test_ratios_beyond_floats_raise_nothing(trainer, log_ratio):
+    step = trainer.step(trainer.model())
+    placed = [
+        dataclasses.replace(
+            one, batch=dataclasses.replace(one.batch, rollout_logp_BR=one.batch.logp_BR.double() - log_ratio)
+        )
+        for one in step.placed
+    ]
+    reading = reading_of(placed, coefficients_of(placed))
+    assert reading is None or not reading.counts or reading.by_row

@@ -64,7 +64,7 @@ def reading_of(batches: Sequence[PlacedBatch], coefficients: Sequence[Tensor]) -
             rest_N = size_N - torch.cat(weights[kind]) + (length_N.log() if by_row else 0.0)
             middle = float(rest_N.median())
             num = len(size_N)
-            counts = by_row or abs(math.exp(middle) * num - 1.0) <= COUNTS
+            counts = by_row or abs(middle + math.log(num)) <= COUNTS
             found.append((float((rest_N - middle).abs().mean()), Reading(kind, by_row, counts)))
     found.sort(key=lambda entry: entry[0])
     # Rows of equal length fit both ways alike: then it makes no difference either.
