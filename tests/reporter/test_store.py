@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 from sqlalchemy import create_engine, select, text
 
 from gradloc_proto import messages as m
+from gradloc_reporter.answers import Matcher
+from gradloc_reporter.store import alerts, deliveries
 from gradloc_reporter.store.engine import Database, DatabaseUnusable, migrate
 from gradloc_reporter.store.fold import Fold
 from gradloc_reporter.store.incident_facts import IncidentOfOtherRun
@@ -228,3 +230,33 @@ def test_redaction_reaches_every_answer(kit: Any, database: Database) -> None:
     assert "SECRET" in shown.model_dump_json()
     assert "SECRET" not in hidden.model_dump_json()
     assert json.loads(hidden.model_dump_json())["culprit"].endswith("token 358 (id 13708)")
+
+
+def test_incidents_that_are_others_to_hear_hold_up_none(kit: Any, database: Database) -> None:
+    """Hundreds that no route of this receiver wants, and behind them one that it does."""
+    now = 1_000_000.0
+    told = kit.Told(run_id="others", ts=now)
+    fold(database, told.started(), *(told.opened(step) for step in range(700)))
+    mine = kit.Told(run_id="mine", ts=now)
+    fold(database, mine.started(), mine.opened())
+    with database.reading() as session:
+        found = deliveries.due(
+            session, receiver="oncall", now=now, limit=5, wanted=lambda names: names["run"] == "mine"
+        )
+        standing = alerts.standing(
+            session, receiver="am", now=now, limit=5, when=(Matcher(name="run", op="=", value="mine"),)
+        )
+    assert [one.incident_id for one in found] == [mine.opened().incident_id]
+    assert [one.incident_id for one in standing] == [mine.opened().incident_id]
+
+
+def test_an_alert_that_fires_does_not_expire_behind_newer_ones(kit: Any, database: Database) -> None:
+    now = 1_000_000.0
+    told = kit.Told(ts=now)
+    fold(database, told.started(), told.opened(1))
+    with database.writing() as session:
+        alerts.intend(session, alerts.standing(session, receiver="am", now=now, limit=5), receiver="am", now=now)
+    fold(database, *(told.opened(step) for step in range(2, 30)))
+    with database.reading() as session:
+        found = [one.incident_id for one in alerts.standing(session, receiver="am", now=now, limit=5)]
+    assert len(found) == 5 and told.opened(1).incident_id in found

@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 REPOST_S = 60.0
 EXPIRE_S = 300.0  # a reporter that is gone for so long no longer knows whether the alert fires
-ALERTS_MAX = 500  # a storm of runs is told by its worst five hundred
+ALERTS_MAX = 500  # a storm of runs is told by those that fire already and the newest besides
 RECEIVER = "alertmanager"
 _LABEL = re.compile(r"^[A-Za-z_][A-Za-z0-9_]*$")
 

@@ -28,19 +28,22 @@ class Alert:
 
 
 def standing(session: Session, *, receiver: str, now: float, limit: int, when: Sequence[Matcher] = ()) -> list[Alert]:
-    """Alerts to post now. A silenced incident that was never posted is left out; one that was, ends."""
+    """Alerts to post now, those that fire already first: they must not expire. A silenced incident that was never
+    posted is left out; one that was, ends."""
     mine = and_(DeliveryRow.incident_id == IncidentRow.incident_id, DeliveryRow.receiver == receiver)
     query = (
         select(IncidentRow, DeliveryRow, RunRow)
         .outerjoin(DeliveryRow, mine)
         .outerjoin(RunRow, RunRow.run_id == IncidentRow.run_id)
         .where(or_(IncidentRow.status != "resolved", DeliveryRow.state == "firing"))
-        .order_by(IncidentRow.number.desc())
-        .limit(limit)
+        .order_by(DeliveryRow.state.is_distinct_from("firing"), IncidentRow.number.desc())
+        .execution_options(yield_per=limit)
     )
     active = silences.active(session, now)
-    found = []
+    found: list[Alert] = []
     for incident, row, run in session.execute(query):
+        if len(found) == limit:
+            break
         silenced = silences.covering(active, incident, run, now) is not None
         fired = row is not None and row.state == "firing"
         names = silences.names_of_incident(incident, run)

@@ -16,12 +16,12 @@ from gradloc_reporter.store.tables import DeliveryRow, IncidentRow, RunRow
 
 # An incident older than this when a receiver first hears of it is history: no flood after a change of settings.
 NEWS_S = 24 * 3600.0
-CANDIDATES_MAX = 500  # looked at for one batch; more silenced incidents than these wait their turn
+ROWS_AT_ONCE = 200  # of those looked at for one batch: many may be silenced or others' to hear
 
 
 @dataclass(frozen=True, slots=True)
 class Due:
-    """An incident that has changed since the receiver was told. `state` is None, intended, posted or quiet."""
+    """An incident that has changed since the receiver was told. `state` is None, intended or posted."""
 
     incident_id: str
     revision: int
@@ -57,17 +57,15 @@ def due(
                 and_(DeliveryRow.incident_id.is_(None), news),
                 DeliveryRow.state == "intended",
                 and_(DeliveryRow.state == "posted", changed),
-                and_(DeliveryRow.state == "quiet", news, or_(changed, IncidentRow.status != "resolved")),
             )
         )
         .order_by(DeliveryRow.incident_id.is_not(None), IncidentRow.number)
-        .limit(CANDIDATES_MAX)
+        .execution_options(yield_per=ROWS_AT_ONCE)
     )
     active = silences.active(session, now)
     found = []
     for incident, row, run in session.execute(query):
-        unheard = row is None or row.state == "quiet"
-        if unheard and (
+        if row is None and (
             silences.covering(active, incident, run, now) is not None
             or not wanted(silences.names_of_incident(incident, run))
         ):
