@@ -136,6 +136,9 @@ class Live:
         except DBAPIError as error:
             log.warning("live views: the database does not answer: %s", type(error).__name__)
             return
+        except Exception:  # one answer that cannot be made must not end everybody's view
+            log.exception("live views: looking for changes failed; trying again")
+            return
         for event in () if first else events:
             for listener in self._listeners:
                 if listener.hears(event):
@@ -148,10 +151,10 @@ class Live:
             changed = queries.changed_since(session, self._since - OVERLAP_S, limit=CHANGES_MAX)
             new = [row for row in changed if self._revisions.get(row[0]) != row[3]]
             answers = queries.summaries_of(session, [row[0] for row in new])
-            runs = queries.live_runs(session, limit=RUNS_MAX)
-            for run in runs:
+            before, self._steps = self._steps, {}  # of runs that go on, and no longer
+            for run in queries.live_runs(session, limit=RUNS_MAX):
                 seen = (run.last_attempt, run.last_step)
-                if run.last_step is not None and self._steps.get(run.run_id) != seen:
+                if run.last_step is not None and before.get(run.run_id) != seen:
                     events.append(Event("step", run.run_id, None, run.team, _step(run)))
                 self._steps[run.run_id] = seen
         for incident_id, run_id, team, _, made_at in new:
