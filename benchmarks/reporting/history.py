@@ -232,11 +232,18 @@ class History:
                 rows.setdefault(table, []).append(copy)
 
     def settle(self) -> None:
-        """What a database does by itself in time: statistics, a checkpoint, the next number."""
+        """What a database does by itself in time: old rows swept, statistics, a checkpoint, the next number."""
+        if self._database.dialect == "postgresql":
+            with self._database.rows() as connection:  # no transaction around it
+                connection.execute(text("SELECT setval('incidents_number_seq', (SELECT max(number) FROM incidents))"))
+                for word in ("VACUUM (ANALYZE)", "CHECKPOINT"):
+                    connection.exec_driver_sql(word)
+            return
         with self._database.writing() as session:
-            if self._database.dialect == "postgresql":
-                session.execute(text("SELECT setval('incidents_number_seq', (SELECT max(number) FROM incidents))"))
             session.execute(text("ANALYZE"))
+        with self._database.reading() as session:
+            session.connection().connection.driver_connection.execute("COMMIT")  # type: ignore[union-attr]
+            session.connection().connection.driver_connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")  # type: ignore[union-attr]
 
 
 def _chunks(steps: range) -> Iterator[range]:

@@ -196,8 +196,7 @@ class Consumer:
         with self._database.writing() as session:
             move_cursors(session, moves)
             fold = Fold(session, clock=self._clock)
-            for _, _, message in messages:
-                fold.apply(message)
+            fold.apply_all([message for _, _, message in messages])
             fold.finish()
 
     def _write_singly(self, moves: dict[str, tuple[str, str]], messages: list[_Placed]) -> None:

@@ -1,12 +1,10 @@
 """Where each stream was read to, and which runs are worth reading."""
 
-from typing import Any, cast
-
-from sqlalchemy import CursorResult, or_, select, update
+from sqlalchemy import or_, select
 from sqlalchemy.orm import Session
 
 from gradloc_proto.bus import START
-from gradloc_reporter.store.rows import insert_new
+from gradloc_reporter.store.rows import chunks, insert_new
 from gradloc_reporter.store.tables import CursorRow, IncidentRow, RunRow
 
 
@@ -20,14 +18,17 @@ def load_cursors(session: Session) -> dict[str, str]:
 
 def move_cursors(session: Session, moves: dict[str, tuple[str, str]]) -> None:
     """Move each stream's cursor from the expected place to the new one. Raises CursorMoved."""
-    for stream, (expected, new) in sorted(moves.items()):
-        if expected == START:
-            insert_new(session, CursorRow, [{"stream": stream, "cursor": START}])
-        result = session.execute(
-            update(CursorRow).where(CursorRow.stream == stream, CursorRow.cursor == expected).values(cursor=new)
-        )
-        if cast(CursorResult[Any], result).rowcount != 1:
+    new = [{"stream": stream, "cursor": START} for stream, (expected, _) in sorted(moves.items()) if expected == START]
+    insert_new(session, CursorRow, new)
+    rows: dict[str, CursorRow] = {}
+    for names in chunks(sorted(moves)):  # in one order: no deadlock
+        query = select(CursorRow).where(CursorRow.stream.in_(names)).order_by(CursorRow.stream).with_for_update()
+        rows |= {row.stream: row for row in session.scalars(query)}
+    for stream, (expected, going) in moves.items():
+        if stream not in rows or rows[stream].cursor != expected:
             raise CursorMoved(f"stream {stream} was read by another reporter")
+        rows[stream].cursor = going
+    session.flush()
 
 
 def is_over(session: Session, run_id: str) -> bool:

@@ -5,7 +5,7 @@ run's steps must not be able to write its findings.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from sqlalchemy.orm import Session
 
@@ -29,8 +29,14 @@ class Fold:
     def __init__(self, session: Session, *, clock: Callable[[], float] = time.time) -> None:
         self._session = session
         self._clock = clock
+        session.info.pop("runs", None)  # locked by a transaction inside ours that may have been rolled back
         self._steps: list[m.StepObserved] = []
         self._incidents: set[str] = set()
+
+    def apply_all(self, messages: Sequence[m.Message]) -> None:
+        run_facts.runs_locked(self._session, {message.run_id for message in messages})
+        for message in messages:
+            self.apply(message)
 
     def apply(self, message: m.Message) -> None:
         incident_id = getattr(message, "incident_id", None)

@@ -5,11 +5,12 @@ Every function gives the same rows whatever the order and however often the mess
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import orjson
-from sqlalchemy import delete, func, select
+from sqlalchemy import and_, delete, func, or_, select, update
 from sqlalchemy.orm import Session
 
 from gradloc_proto.messages import (
@@ -22,12 +23,27 @@ from gradloc_proto.messages import (
     StepObserved,
     StreamGapNoticed,
 )
-from gradloc_reporter.store.rows import get_or_insert, insert_if_new, insert_new
+from gradloc_reporter.store.rows import chunks, insert_if_new, insert_known_new, insert_new
 from gradloc_reporter.store.tables import EventRow, LayerWindowRow, RunRow, SnapshotRow, StepRow
 
 
 def run_row(session: Session, run_id: str) -> RunRow:
-    return get_or_insert(session, RunRow, run_id, {"run_id": run_id})
+    """The run's row, locked for this transaction."""
+    return runs_locked(session, [run_id])[run_id]
+
+
+def runs_locked(session: Session, run_ids: Iterable[str]) -> dict[str, RunRow]:
+    """Rows of many runs in one read, made where they are new; they stay locked until the transaction ends."""
+    known: dict[str, RunRow] = session.info.setdefault("runs", {})
+    wanted = sorted(set(run_ids) - known.keys())
+    for names in chunks(wanted):
+        query = select(RunRow).where(RunRow.run_id.in_(names)).order_by(RunRow.run_id).with_for_update()
+        found = {row.run_id: row for row in session.scalars(query)}
+        if len(found) < len(names):
+            insert_new(session, RunRow, [{"run_id": name} for name in names if name not in found])
+            found = {row.run_id: row for row in session.scalars(query)}
+        known |= found
+    return known
 
 
 def run_started(session: Session, message: RunStarted) -> None:
@@ -67,6 +83,7 @@ def limits_changed(session: Session, message: LimitsChanged) -> None:
 
 def steps_observed(session: Session, messages: list[StepObserved]) -> None:
     """Many steps at once: one insert, and one update of each run's last step."""
+    runs_locked(session, {message.run_id for message in messages})
     insert_new(session, StepRow, [_step_values(message) for message in messages])
     layers_observed(session, messages)
     newest: dict[str, StepObserved] = {}
@@ -88,19 +105,31 @@ def steps_observed(session: Session, messages: list[StepObserved]) -> None:
 
 
 def layers_observed(session: Session, messages: list[StepObserved]) -> None:
-    """The greatest norm of each layer in windows of steps; windows double when there are too many."""
+    """The greatest norm of each layer in windows of steps; windows double when there are too many.
+
+    Many runs in a few statements; whoever calls holds their rows' locks.
+    """
     by_run: dict[str, list[StepObserved]] = {}
     for message in messages:
         if message.layer_norms:
             by_run.setdefault(message.run_id, []).append(message)
+    if not by_run:
+        return
+    runs_locked(session, by_run)
+    known: dict[str, int] = {}
+    for names in chunks(sorted(by_run)):
+        query = select(LayerWindowRow.run_id, func.max(LayerWindowRow.width)).group_by(LayerWindowRow.run_id)
+        for run_id, width in session.execute(query.where(LayerWindowRow.run_id.in_(names))):
+            known[run_id] = width
+    windows: dict[str, _Windows] = {}
     for run_id, observed in sorted(by_run.items()):
-        _widen(session, run_id, max(each.step for each in observed))
-        width = session.scalar(select(func.max(LayerWindowRow.width)).where(LayerWindowRow.run_id == run_id))
-        width = width or layer_window_width(max(each.step for each in observed))
-        greatest: dict[int, dict[str, float]] = {}
+        needed = layer_window_width(max(each.step for each in observed))
+        windows[run_id] = _Windows(max(needed, known.get(run_id, 1)))
+        if known.get(run_id, needed) < needed:
+            _take_out(session, run_id, windows[run_id])
         for each in observed:
-            _merge(greatest.setdefault(each.step // width * width, {}), each.layer_norms)
-        _write_windows(session, run_id, width, greatest)
+            windows[run_id].merge(each.step, each.layer_norms)
+    _write_windows(session, windows)
 
 
 LAYER_WINDOWS_MAX = 256  # columns of the run's heat map
@@ -114,34 +143,51 @@ def layer_window_width(last_step: int) -> int:
     return width
 
 
-def _widen(session: Session, run_id: str, last_step: int) -> None:
+@dataclass(slots=True)
+class _Windows:
+    """One run's windows by first step, each `width` steps wide."""
+
+    width: int
+    norms: dict[int, dict[str, float]] = field(default_factory=dict)
+
+    def merge(self, step: int, norms: Mapping[str, float]) -> None:
+        _merge(self.norms.setdefault(step // self.width * self.width, {}), norms)
+
+
+def _take_out(session: Session, run_id: str, windows: _Windows) -> None:
+    """The run's narrower windows, out of the table and into `windows`."""
     mine = LayerWindowRow.run_id == run_id
-    width = layer_window_width(last_step)
-    known = session.scalar(select(func.max(LayerWindowRow.width)).where(mine))
-    if known is None or known >= width:
-        return
-    merged: dict[int, dict[str, float]] = {}
-    for row in session.scalars(select(LayerWindowRow).where(mine)).all():
-        _merge(merged.setdefault(row.first_step // width * width, {}), _of_wire(row.norms_json))
-    session.execute(delete(LayerWindowRow).where(mine))
-    session.expire_all()
-    _write_windows(session, run_id, width, merged)
+    for first_step, norms_json in session.execute(
+        select(LayerWindowRow.first_step, LayerWindowRow.norms_json).where(mine)
+    ):
+        windows.merge(first_step, _of_wire(norms_json))
+    session.execute(delete(LayerWindowRow).where(mine).execution_options(synchronize_session=False))
 
 
-def _write_windows(session: Session, run_id: str, width: int, windows: dict[int, dict[str, float]]) -> None:
-    mine = (LayerWindowRow.run_id == run_id, LayerWindowRow.first_step.in_(windows))
-    known = {row.first_step: row for row in session.scalars(select(LayerWindowRow).where(*mine))}
-    new = []
-    for first_step, norms in sorted(windows.items()):
-        row = known.get(first_step)
-        if row is None:
-            new.append({"run_id": run_id, "first_step": first_step, "width": width, "norms_json": _to_wire(norms)})
-        else:
-            before = _of_wire(row.norms_json)
-            _merge(norms, before)
-            row.norms_json = _to_wire(norms)
-    insert_new(session, LayerWindowRow, new)
-    session.flush()
+def _write_windows(session: Session, windows: dict[str, _Windows]) -> None:
+    known: dict[tuple[str, int], str] = {}
+    for names in chunks(sorted(windows), 100):  # two bounds each
+        query = select(LayerWindowRow.run_id, LayerWindowRow.first_step, LayerWindowRow.norms_json).where(
+            or_(
+                *(
+                    and_(LayerWindowRow.run_id == name, LayerWindowRow.first_step >= min(windows[name].norms))
+                    for name in names
+                )
+            )
+        )
+        known |= {(run_id, first_step): norms_json for run_id, first_step, norms_json in session.execute(query)}
+    new: list[dict[str, Any]] = []
+    changed: list[dict[str, Any]] = []
+    for run_id, mine in sorted(windows.items()):
+        for first_step, norms in sorted(mine.norms.items()):
+            before = known.get((run_id, first_step))
+            if before is not None:
+                _merge(norms, _of_wire(before))
+            row = {"run_id": run_id, "first_step": first_step, "width": mine.width, "norms_json": _to_wire(norms)}
+            (new if before is None else changed).append(row)
+    insert_known_new(session, LayerWindowRow, new)
+    if changed:
+        session.execute(update(LayerWindowRow), changed)
 
 
 def _merge(into: dict[str, float], norms: Mapping[str, float]) -> None:

@@ -276,9 +276,10 @@ def tokens(view: SequenceView, finding: Finding) -> tuple[Token, ...]:
 
 def _shown(text: str) -> str:
     """Blanks and control characters made visible, so that no token looks like nothing."""
+    if text.isprintable():
+        return text or "∅"
     text = text.replace("\r", "␍").replace("\n", "⏎").replace("\t", "⇥")
-    spelled = "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
-    return spelled or "∅"
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
 
 
 def layer_map(profile: Profile, culprit_position: int | None) -> Map | None:
