@@ -94,7 +94,7 @@ def test_what_the_snapshot_does_not_hold_is_said(run, trainer, tmp_path):
     assert "TokenClip [0.5, 5]: not tried, the snapshot holds no rollout_logp" in result.stdout
     assert "AdvantageClip 5: not tried, the snapshot holds no advantage" in result.stdout
     assert run(url, "--layer-clip").stderr == (
-        "gradloc whatif: --layer-clip: the snapshot holds no healthy layer norms to compare with\n"
+        "gradloc whatif: layer-clip: the snapshot holds no healthy layer norms to compare with\n"
     )
 
 

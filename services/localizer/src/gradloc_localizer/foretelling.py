@@ -16,25 +16,12 @@ from gradloc.policy import PlacedBatch, Policy
 from gradloc.replay import Gradient, coefficients_of, masked, replay
 from gradloc.snapshot import open_snapshot
 from gradloc.whatif import Change, Coefficients, WhatIf
+from gradloc_localizer.asked import Asked, Drop
 from gradloc_localizer.driver import Options, facts_of, rebuilt
+from gradloc_proto.codec import plain_number
 from gradloc_proto.messages import Finding
 
 AS_IT_IS = "as it is"
-
-
-@dataclass(frozen=True)
-class Drop:
-    """Tokens of one sequence to leave out; `token` None: all of them. Numbers as findings name them."""
-
-    rank: int
-    micro_batch: int
-    sequence: int
-    token: int | None = None
-
-    def __str__(self) -> str:
-        names = ("rank", "micro-batch", "sequence", "token")
-        values = (self.rank, self.micro_batch, self.sequence, self.token)
-        return ", ".join(f"{name} {value}" for name, value in zip(names, values, strict=True) if value is not None)
 
 
 @dataclass(frozen=True)
@@ -52,68 +39,94 @@ class Foretold:
         return math.isfinite(row.norm) and row.norm <= self.limit
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        return {
-            "step": self.step,
-            "limit": self.limit,
-            "verdict": self.finding.verdict,
-            "rows": [asdict(row) | {"holds": self.holds(row)} for row in self.rows],
-            "skipped": [{"name": name, "needs": needs} for name, needs in self.skipped],
-        }
-
-
-def foretell(
-    url: str,
-    changes: Sequence[Change],
-    drops: Sequence[Drop],
-    options: Options,
-    on_progress: Progress = lambda _stage, _fraction: None,
-) -> Foretold:
-    """The step of a snapshot under each change; without any, under the usual ones.
-
-    Localizes first: the healthy update that cosines compare with is the step without its culprits. Raises
-    SnapshotRejected, ModelRejected or ValueError (a drop that names nobody) as `driver.explain` does.
-    """
-    torch.set_num_threads(options.num_threads)
-    on_progress("opening", 0.0)
-    snapshot = open_snapshot(url)
-    policy, batches = rebuilt(snapshot, options)
-    facts = facts_of(snapshot.manifest, options.limit)
-    coefficients = coefficients_of(batches)
-    dropped = [whatif.named(f"without {drop}", whatif.leave_out(_places(batches, drop))) for drop in drops]
-    finding = localize(policy, batches, facts, on_progress=lambda stage, part: on_progress(stage, 0.6 * part))
-    replayed = _replaying(policy, batches)
-    gradient = replayed(coefficients)
-    limit = facts.limit_for(gradient.norm)
-    places = [
-        place
-        for culprit in finding.culprits
-        for place in _places(
-            batches,
-            Drop(
-                culprit.rank,
-                culprit.micro_batch,
-                culprit.sequence,
-                None if finding.verdict == "sequence" else culprit.token,
-            ),
+        """For strict JSON: numbers that are not finite as the strings that messages use."""
+        told: dict[str, Any] = _plain(
+            {
+                "step": self.step,
+                "limit": self.limit,
+                "verdict": self.finding.verdict,
+                "rows": [asdict(row) | {"holds": self.holds(row)} for row in self.rows],
+                "skipped": [{"name": name, "needs": needs} for name, needs in self.skipped],
+            }
         )
-    ]
-    healthy = replayed(masked(coefficients, places)) if places else None
-    rows = [WhatIf(AS_IT_IS, gradient.norm, gradient.layer_norms, whatif.cosine(gradient, healthy), 0)]
-    if healthy is not None:
-        name = "without the culprits"
-        rows.append(WhatIf(name, healthy.norm, healthy.layer_norms, whatif.cosine(healthy, healthy), len(places)))
-    skipped = []
-    wanted = [*dropped, *changes] or usual_changes(facts.healthy_layer_norms, limit)
-    for number, change in enumerate(wanted):
-        on_progress(change.name, 0.6 + 0.4 * number / len(wanted))
-        told = whatif.foretell(change, batches, coefficients, gradient, replayed, healthy)
-        if told is None:
-            skipped.append((change.name, getattr(change, "needs", "")))
-        else:
-            rows.append(told)
-    on_progress("done", 1.0)
-    return Foretold(facts.step, limit, finding, tuple(rows), tuple(skipped))
+        return told
+
+
+@dataclass(frozen=True)
+class _Explained:
+    """The step and, without its culprits, the healthy update that cosines compare with."""
+
+    finding: Finding
+    gradient: Gradient
+    limit: float
+    healthy: Gradient | None
+    num_culprits: int
+
+
+class Foreteller:
+    """A snapshot's step, rebuilt once and localized at the first question; a question then costs one replay a change.
+
+    Holds the model. Raises SnapshotRejected or ModelRejected as `driver.explain` does.
+    """
+
+    def __init__(self, url: str, options: Options, on_progress: Progress = lambda _stage, _fraction: None) -> None:
+        torch.set_num_threads(options.num_threads)
+        on_progress("opening", 0.0)
+        snapshot = open_snapshot(url)
+        self._policy, self._batches = rebuilt(snapshot, options)
+        self._facts = facts_of(snapshot.manifest, options.limit)
+        self._coefficients = coefficients_of(self._batches)
+        self._replayed = _replaying(self._policy, self._batches)
+        self._explained: _Explained | None = None
+
+    def tell(self, asked: Asked, on_progress: Progress = lambda _stage, _fraction: None) -> Foretold:
+        """The step under each change; without any, under the usual ones. Raises ValueError (a drop that names nobody,
+        bounds that cannot be meant) before anything is computed."""
+        batches, coefficients, facts = self._batches, self._coefficients, self._facts
+        dropped = [whatif.named(f"without {drop}", whatif.leave_out(_places(batches, drop))) for drop in asked.drops]
+        changes = asked.changes(facts.healthy_layer_norms)
+        known = self._explained or self._explain(on_progress)
+        self._explained = known
+        gradient, healthy = known.gradient, known.healthy
+        rows = [WhatIf(AS_IT_IS, gradient.norm, gradient.layer_norms, whatif.cosine(gradient, healthy), 0)]
+        if healthy is not None:
+            cosine = whatif.cosine(healthy, healthy)
+            rows.append(WhatIf("without the culprits", healthy.norm, healthy.layer_norms, cosine, known.num_culprits))
+        skipped = []
+        wanted = [*dropped, *changes] or usual_changes(facts.healthy_layer_norms, known.limit)
+        for number, change in enumerate(wanted):
+            on_progress(change.name, 0.6 + 0.4 * number / len(wanted))
+            told = whatif.foretell(change, batches, coefficients, gradient, self._replayed, healthy)
+            if told is None:
+                skipped.append((change.name, getattr(change, "needs", "")))
+            else:
+                rows.append(told)
+        on_progress("done", 1.0)
+        return Foretold(facts.step, known.limit, known.finding, tuple(rows), tuple(skipped))
+
+    def _explain(self, on_progress: Progress) -> _Explained:
+        finding = localize(
+            self._policy,
+            self._batches,
+            self._facts,
+            on_progress=lambda stage, part: on_progress(stage, 0.6 * part),
+        )
+        gradient = self._replayed(self._coefficients)
+        places = [
+            place
+            for culprit in finding.culprits
+            for place in _places(
+                self._batches,
+                Drop(
+                    culprit.rank,
+                    culprit.micro_batch,
+                    culprit.sequence,
+                    None if finding.verdict == "sequence" else culprit.token,
+                ),
+            )
+        ]
+        healthy = self._replayed(masked(self._coefficients, places)) if places else None
+        return _Explained(finding, gradient, self._facts.limit_for(gradient.norm), healthy, len(places))
 
 
 def usual_changes(healthy_layer_norms: Mapping[str, float], limit: float) -> list[Change]:
@@ -145,3 +158,11 @@ def _places(batches: Sequence[PlacedBatch], drop: Drop) -> list[tuple[int, int, 
     if not first <= drop.token < first + num_columns:
         raise ValueError(f"nothing to drop at {drop}: its answer has tokens {first} to {first + num_columns - 1}")
     return [(index, drop.sequence, drop.token - first)]
+
+
+def _plain(value: object) -> Any:
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return plain_number(value) if isinstance(value, float) else value
