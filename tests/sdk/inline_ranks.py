@@ -54,7 +54,7 @@ def train(mode: str, localize: Any) -> dict[str, Any]:
     optimizer = torch.optim.AdamW(trained.parameters(), lr=1e-3)
     probe = gradloc.watch(trained, optimizer, run="ranks", localize=localize)
     if failing and rank == 1 and localize:
-        probe._inline._prepare = None  # type: ignore[union-attr, assignment]  # a failure of ours, on one rank only
+        probe._inline._module = None  # type: ignore[union-attr, assignment]  # a failure of ours, on one rank only
     generator = torch.Generator().manual_seed(10 + rank)
     at_spike: dict[str, Any] = {}
     for step in range(SPIKE + 2):

@@ -31,7 +31,8 @@ from gradloc.agreement import METRICS, CommonView, LocalView, from_vector, to_ve
 from gradloc.capture import SUMMARY_FIELDS, Capture, summarize
 from gradloc.clipping.applied import AppliedRemedies, Remedy
 from gradloc.healthy_reference import FIRST_AFTER_STEPS, ReferencePlan
-from gradloc.inline import InlineLocalizer, SpikedStep
+from gradloc.inline import InlineLocalizer
+from gradloc.inline_work import SpikedStep
 from gradloc.model_record import ModelRecord, texts_of, tokenizer_json_of, unwrapped
 from gradloc.norms import LayerNorms
 from gradloc.publisher import Publisher
