@@ -9,8 +9,8 @@ alternate in random order, so that whatever else the machine does strikes both. 
     step_ratio_median, step_ratio_ci95      watched over plain, median over pairs; bootstrap interval (wall time)
     cpu_ratio_median, cpu_ratio_ci95        the same of CPU time of the whole process, our threads included
     publish_share_p50, publish_share_p99    handing a step's message over, as a share of the step
-    stall_ratio                             observe() that takes a snapshot, less one that takes none, over a plain
-                                            copy of the weights; the writing goes on in the background meanwhile
+    stall_ratio                             what a snapshot adds to observe(), over what a plain copy of the weights
+                                            adds in its place; the writing goes on in the background meanwhile
     memory_growth_bytes                     of a tiny policy's process from step 5,000 to 10,000: Python's own count;
                                             resident_growth_bytes is the operating system's
 
@@ -44,15 +44,16 @@ from gradloc_proto.messages import Limits, LimitsChanged, SnapshotCommitted
 CONDITIONS = ("none", "up", "hanging", "down", "slow")
 NUM_PAIRS, NUM_WARM_UP = 200, 5
 NUM_STEPS_MEMORY = 10_000
-NUM_STALLS = 12
+NUM_STALLS = 24
 NUM_RESAMPLES = 2_000
 RUN = "overhead"
+SEED = 0  # of the order of steps; a step's number is the seed of its batch
 
 
 def paired(condition: str, num_pairs: int, *, quick: bool) -> dict[str, Any]:
     """Steps of a watched and a plain loop, interleaved."""
     size = QUICK if quick else LARGE
-    order = random.Random(0)
+    order = random.Random(SEED)
     wall: list[float] = []
     cpu: list[float] = []
     shares: list[float] = []
@@ -117,29 +118,29 @@ def stall(num_stalls: int, *, quick: bool) -> dict[str, Any]:
         assert probe is not None
         while probe._publisher is None or probe._publisher.limits is None:
             time.sleep(0.01)
-        taken: list[float] = []
-        without: list[float] = []
-        copies: list[float] = []
-        for number in range(2 * num_stalls + 2):
-            loop.step(number)  # every second step finds the writer busy and takes none
-            writing = not probe._writer.idle  # type: ignore[union-attr]
-            (taken if number % 2 == 0 else without).append(loop.observed_s)
-            started = time.perf_counter()
-            copy = {name: tensor.detach().clone() for name, tensor in loop.policy.state_dict().items()}
-            copies.append(time.perf_counter() - started)
-            del copy
-            if number % 2 == 0:
-                assert writing or quick, "the snapshot was written before the step was over"
-                probe._writer._snapshots_left = 0  # type: ignore[union-attr]
-            else:
-                probe._writer.close()  # type: ignore[union-attr]
-                probe._writer._snapshots_left = 50  # type: ignore[union-attr]
+        writer = probe._writer
+        assert writer is not None
+        order = random.Random(SEED)
+        seconds: dict[str, list[float]] = {"plain": [], "snapshot": [], "copy": []}
+        for number in range(num_stalls + 1):
+            for kind in order.sample(list(seconds), len(seconds)):
+                writer._snapshots_left = 50 if kind == "snapshot" else 0
+                loop.copies = kind == "copy"
+                loop.step(number)
+                loop.copy = None
+                writer.close()  # and so all start with the same memory free
+                if number:  # the first round warms up
+                    seconds[kind].append(loop.observed_s)
         probe.close()
         messages = [codec.decode(entry.data) for entry in bus.read_last(streams.stream(RUN, "steps"), count=1000)]
         num_committed = sum(isinstance(message, SnapshotCommitted) for message in messages)
-    own = statistics.median(taken[1:]) - statistics.median(without[1:])
-    copy_s = statistics.median(copies[1:])
-    return {"stall_ratio": _rounded(own / copy_s), "num_snapshots": num_committed, "copy_ms": round(copy_s * 1e3, 2)}
+    plain, taken, copied = (statistics.median(seconds[kind]) for kind in ("plain", "snapshot", "copy"))
+    return {
+        "stall_ratio": _rounded((taken - plain) / (copied - plain)),
+        "num_snapshots": num_committed,
+        "stall_ms": round((taken - plain) * 1e3, 2),
+        "copy_ms": round((copied - plain) * 1e3, 2),
+    }
 
 
 def _timed_put(probe: Any) -> list[float]:
@@ -210,6 +211,7 @@ def measured(conditions: Sequence[str], *, quick: bool) -> dict[str, Any]:
     return {
         "cases": cases,
         "commit": _commit(),
+        "seed": SEED,
         "torch": torch.__version__,
         "machine": platform.machine(),
         "seconds": round(time.time() - started),

@@ -62,6 +62,8 @@ class Loop:
         self.optimizer = torch.optim.AdamW(self.policy.parameters(), lr=1e-5)
         self.probe = None if watch is None else gradloc.watch(self.policy, self.optimizer, **watch)
         self.observed_s = 0.0  # of the last step
+        self.copies = False  # the weights beside observing
+        self.copy: dict[str, Tensor] | None = None
 
     def step(self, seed: int) -> None:
         generator = torch.Generator().manual_seed(seed)
@@ -81,6 +83,8 @@ class Loop:
         if self.probe is not None:
             started = time.perf_counter()
             self.probe.observe(loss=0.0, lr=1e-5)
+            if self.copies:
+                self.copy = {name: tensor.detach().clone() for name, tensor in self.policy.state_dict().items()}
             self.observed_s = time.perf_counter() - started
         clip_grad_norm_(self.policy.parameters(), 1.0)
         self.optimizer.step()

@@ -1,10 +1,12 @@
 """Snapshots: what is written is read back, and nothing altered is believed."""
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load
 
 from gradloc.snapshot import (
     Manifest,
@@ -16,7 +18,8 @@ from gradloc.snapshot import (
     write_part,
     write_weights,
 )
-from gradloc.store import Store
+from gradloc.store import Store, StoreUnavailable, digest
+from gradloc.tensor_file import PIECE_BYTES, pieces
 
 
 def micro_batch() -> MicroBatch:
@@ -69,6 +72,42 @@ def test_what_was_written_is_read_back(snapshot_dir: Path) -> None:
     assert snapshot.manifest.grad_norm == float("inf")
     weights = snapshot.weights()
     assert torch.equal(weights["v"], weights["w"])
+
+
+def test_tensors_of_every_kind_are_those_that_the_library_reads(tmp_path: Path) -> None:
+    generator = torch.Generator().manual_seed(0)
+    kinds = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool)
+    written = {f"of {kind}": torch.randint(0, 2, (3, 5), generator=generator).to(kind) for kind in kinds}
+    written |= {
+        "turned": torch.randn(4, 3, generator=generator).T,
+        "a number": torch.tensor(float("nan")),
+        "none": torch.zeros(0, 2),
+        "complex": torch.randn(2, 2, dtype=torch.complex64, generator=generator),
+        "of several pieces": torch.arange(PIECE_BYTES // 8 + 3),
+        "with a gradient": torch.ones(2, requires_grad=True),
+    }
+    stored = Store(str(tmp_path)).write_pieces("x", pieces(written))
+    data = (tmp_path / "x").read_bytes()
+    assert stored == digest(data)
+    read = load(data)
+    assert read.keys() == written.keys()
+    for name, tensor in written.items():
+        torch.testing.assert_close(read[name], tensor.detach(), rtol=0, atol=0, equal_nan=True)
+
+
+def test_a_number_format_without_a_name_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"w is of torch\.complex128; expected one of torch\.float64"):
+        list(pieces({"w": torch.zeros(1, dtype=torch.complex128)}))
+
+
+def test_a_write_that_breaks_off_leaves_nothing_behind(tmp_path: Path) -> None:
+    def broken() -> Iterator[memoryview]:
+        yield memoryview(b"half")
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(StoreUnavailable, match="cannot write x to the store: No space left"):
+        Store(str(tmp_path)).write_pieces("x", broken())
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("name", ["batch/rank-0.safetensors", "weights/model.safetensors"])

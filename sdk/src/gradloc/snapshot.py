@@ -22,9 +22,9 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from safetensors import SafetensorError
 from safetensors.torch import load as load_tensors
-from safetensors.torch import save as save_tensors
 
 from gradloc.store import Store, StoredFile, StoreUnavailable, digest
+from gradloc.tensor_file import pieces
 
 FORMAT = "gradloc-snapshot"
 VERSION = 1
@@ -141,13 +141,13 @@ def write_part(store: Store, rank: int, micro_batches: tuple[MicroBatch, ...], g
         for name in _TENSOR_FIELDS:
             tensor = getattr(micro_batch, name)
             if tensor is not None:
-                tensors[f"{index}.{name}"] = tensor.detach().to("cpu").contiguous()
+                tensors[f"{index}.{name}"] = tensor.detach().to("cpu")
     name = f"batch/rank-{rank}.safetensors"
     part = RankPart(
         rank=rank,
         grad_factor=grad_factor,
         micro_batches=tuple(MicroBatchRecord(uids=m.uids, temperature=m.temperature) for m in micro_batches),
-        files={name: _record(store.write(name, save_tensors(tensors)))},
+        files={name: _record(store.write_pieces(name, pieces(tensors)))},
     )
     store.write(f"parts/rank-{rank}.json", part.model_dump_json().encode())
     return part
@@ -155,8 +155,7 @@ def write_part(store: Store, rank: int, micro_batches: tuple[MicroBatch, ...], g
 
 def write_weights(store: Store, weights: Mapping[str, torch.Tensor]) -> dict[str, FileRecord]:
     """Write weights (names as in the model's state_dict, on the host, none sharing memory)."""
-    data = save_tensors({name: tensor.contiguous() for name, tensor in weights.items()})
-    return {WEIGHTS: _record(store.write(WEIGHTS, data))}
+    return {WEIGHTS: _record(store.write_pieces(WEIGHTS, pieces(weights)))}
 
 
 def write_tokenizer(store: Store, tokenizer_json: str) -> dict[str, FileRecord]:

@@ -19,6 +19,7 @@ from gradloc.store import Store
 from gradloc_proto.messages import Message, SnapshotCommitted, SnapshotFailed
 
 CLOSE_TIMEOUT_S = 30.0
+HEAD_START_S = 0.02  # the loop leaves `observe` before the writing starts: both would wait for the interpreter's lock
 _log = logging.getLogger("gradloc")
 _BATCH_FIELDS = tuple(name for name in MicroBatch.__dataclass_fields__ if name not in ("uids", "temperature"))
 
@@ -90,6 +91,7 @@ class SnapshotWriter:
             self._thread.join(timeout=timeout_s)
 
     def _write(self, order: Order, before: threading.Thread | None) -> None:
+        time.sleep(HEAD_START_S)
         if before is not None:
             before.join()
         try:

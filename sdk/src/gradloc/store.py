@@ -3,7 +3,9 @@
 Knows nothing of what the bytes mean. Remote file systems (s3://, gs://) need their fsspec plug-in.
 """
 
+import contextlib
 import hashlib
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -63,6 +65,28 @@ class Store:
         except OSError as error:
             raise StoreUnavailable(f"cannot write {name} to the store: {_reason(error)}") from error
         return digest(data)
+
+    def write_pieces(self, name: str, pieces: Iterable[memoryview]) -> StoredFile:
+        """`write`, of what need not be in memory at once; a remote file that broke off may be seen until written again.
+        Other threads run meanwhile."""
+        path = self._path(name)
+        local = "file" in _protocols(self._fs)
+        written = path + ".part" if local else path
+        found, num_bytes = hashlib.sha256(), 0
+        try:
+            self._fs.makedirs(path.rsplit("/", maxsplit=1)[0], exist_ok=True)
+            with self._fs.open(written, "wb") as stream:
+                for piece in pieces:
+                    found.update(piece)
+                    stream.write(piece)
+                    num_bytes += len(piece)
+            if local:
+                self._fs.mv(written, path)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                self._fs.rm_file(written)  # a full disk needs the room
+            raise StoreUnavailable(f"cannot write {name} to the store: {_reason(error)}") from error
+        return StoredFile(num_bytes, found.hexdigest())
 
     def read(self, name: str) -> bytes:
         """A whole file. Raises FileNotFoundError, or StoreUnavailable for any other failure."""
