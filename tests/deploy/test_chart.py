@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator
 from functools import cache
 from hashlib import sha256
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, cast
 
@@ -22,6 +23,7 @@ from click.testing import CliRunner
 
 from gradloc_detector.command import detector
 from gradloc_localizer.__main__ import main as localizer
+from gradloc_localizer.app_settings import AppSettings
 from gradloc_proto import rights
 from gradloc_reporter.command import reporter
 
@@ -61,9 +63,10 @@ def pods(documents: tuple[dict[str, Any], ...]) -> Iterator[tuple[str, dict[str,
                 yield name, document
             case "Deployment" | "StatefulSet" | "Job":
                 yield name, document["spec"]["template"]
-            case "RayCluster":
-                yield f"{name}/head", document["spec"]["headGroupSpec"]["template"]
-                for group in document["spec"]["workerGroupSpecs"]:
+            case "RayCluster" | "RayService":
+                cluster = document["spec"].get("rayClusterConfig", document["spec"])
+                yield f"{name}/head", cluster["headGroupSpec"]["template"]
+                for group in cluster["workerGroupSpecs"]:
                     yield f"{name}/{group['groupName']}", group["template"]
 
 
@@ -149,7 +152,7 @@ def test_every_pod_keeps_the_restricted_profile(case: str) -> None:
         assert spec["securityContext"]["runAsNonRoot"] and spec["securityContext"]["runAsUser"] >= 1000, name
         assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}, name
         fixed = ("shared-volume-values.yaml", "platform-values.yaml")  # pools that do not scale
-        scales = name.endswith("/head") and "RayCluster" in name and case not in fixed
+        scales = name.endswith("/head") and ("RayService" in name or case not in fixed)
         assert spec["automountServiceAccountToken"] is scales, name  # KubeRay's autoscaler alone asks the API server
         assert spec["enableServiceLinks"] is False, name
         kinds = {kind for volume in spec.get("volumes", ()) for kind in volume} - {"name"}
@@ -291,6 +294,26 @@ def test_the_commands_know_every_option_that_the_chart_gives_them(case: str) -> 
     assert seen == set(told)
 
 
+def test_the_what_if_app_is_configured_as_it_reads_and_found_where_the_operator_puts_it() -> None:
+    documents = rendered("whatif-values.yaml")
+    (service,) = [one for one in documents if one["kind"] == "RayService"]
+    (app,) = (config := yaml.safe_load(service["spec"]["serveConfigV2"]))["applications"]
+    settings = AppSettings(**app["args"])
+    assert (settings.replicas_max, settings.idle_s, settings.num_gpus) == (2, 300, 1)
+    module, _, function = app["import_path"].partition(":")
+    assert f"def {function}(args: AppSettings)" in Path(str(find_spec(module).origin)).read_text()  # type: ignore[union-attr]
+    (group,) = service["spec"]["rayClusterConfig"]["workerGroupSpecs"]
+    assert (group["replicas"], group["minReplicas"], group["maxReplicas"]) == (0, 0, settings.replicas_max)
+    (reporter_pod,) = [pod for name, pod in pods(documents) if "Deployment/release-gradloc-reporter" in name]
+    (container,) = reporter_pod["spec"]["containers"]
+    port = config["http_options"]["port"]
+    url = f"http://{service['metadata']['name']}-serve-svc:{port}{app['route_prefix']}"
+    assert f"--whatif-url={url}" in container["args"]
+    keys = {name: pod["spec"]["containers"][0].get("env", ()) for name, pod in pods(documents)}
+    tokens = [one["valueFrom"] for env in keys.values() for one in env if one["name"] == "GRADLOC_WHATIF_TOKEN"]
+    assert len(tokens) == 3 and all(token == tokens[0] for token in tokens)  # reporter, head, worker
+
+
 def options_of(command: click.Command) -> set[str]:
     return {option for one in command.params if isinstance(one, click.Option) for option in one.opts}
 
@@ -356,6 +379,10 @@ def test_redis_users_have_the_rights_of_their_role_and_no_password_in_the_open()
         (["--set", "detector.keda.enabled=true,detector.replicas=9"], "detector.keda.maxReplicas"),
         (["--set", "gateway.enabled=true"], "gateway.parentRefs is needed"),
         (["--set", "detector.sensitivity=0"], "/detector/sensitivity"),
+        (["--set", "whatif.enabled=true"], "whatif.store is needed"),
+        (["--set", "whatif.enabled=true,whatif.store=s3://b,whatif.url=http://x:1/y"], "whatif.url is for an app elsewhere"),
+        (["--set", "whatif.replicasMax=0"], "/whatif/replicasMax"),
+        (["--set", "whatif.store=nowhere"], "/whatif/store"),
     ],
 )
 def test_wrong_values_are_refused_by_the_name_of_the_key(arguments: list[str], says: str) -> None:

@@ -34,7 +34,7 @@ WISHES = {
     "reopen": {"by": "ada"},
     "pin": {"by": "ada", "pinned": True},
 }
-RUN_WISHES = {"overrides": {"by": "ada", "name": "sensitivity", "value": 2.0}}
+RUN_WISHES = {"whatif": {"by": "ada"}, "overrides": {"by": "ada", "name": "sensitivity", "value": 2.0}}
 SILENCE = {"by": "ada", "matchers": [{"name": "run", "value": "*"}], "hours": 1}
 
 

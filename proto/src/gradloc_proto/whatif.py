@@ -6,7 +6,7 @@ problem. A replica that must first be started is seen starting. Knows no remedy:
 
 from typing import Annotated, Any
 
-from pydantic import ConfigDict, Field
+from pydantic import ConfigDict, Field, Strict, StrictBool
 
 from gradloc_proto.parts import Count, Part, RunId, ShortText
 
@@ -14,7 +14,7 @@ NUM_DROPS_MAX = 64
 LINE_LENGTH_MAX = 1 << 20
 MEDIA_TYPE = "application/x-ndjson"
 Words = Annotated[str, Field(max_length=80)]
-Size = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Size = Annotated[float, Strict(), Field(gt=0, allow_inf_nan=False)]
 
 
 class WhatIfOptions(Part):
@@ -26,7 +26,7 @@ class WhatIfOptions(Part):
     token_clip: Words | None = None
     seq_clip: Words | None = None
     advantage_clip: Size | None = None
-    layer_clip: bool = False
+    layer_clip: StrictBool = False
     clip_norm: Size | None = None
     limit: Size | None = None
 

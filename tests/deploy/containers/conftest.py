@@ -34,6 +34,7 @@ import yaml
 ROOT = Path(__file__).parents[3]
 CHART = ROOT / "deploy/k8s/gradloc"
 NAMESPACE = "gradloc"
+OPERATORS_TOKEN = "t" * 40  # what KubeRay makes where a cluster's authOptions ask for a token
 ETC = (
     "ld.so.cache",
     "ld.so.conf",
@@ -352,7 +353,8 @@ class Cluster:
                     yield name, document, 1
                 case "Deployment" | "StatefulSet" | "Job":
                     yield name, spec["template"], spec.get("replicas", 1)
-                case "RayCluster":
+                case "RayCluster" | "RayService":
+                    spec = spec.get("rayClusterConfig", spec)
                     yield f"{name}/head", spec["headGroupSpec"]["template"], 1
                     for group in spec["workerGroupSpecs"]:
                         yield f"{name}/{group['groupName']}", group["template"], 1
@@ -365,9 +367,12 @@ class Cluster:
         key = f"{name}-{number}"
         folder = self._folder / re.sub(r"\W+", "-", key)
         folder.mkdir(exist_ok=True)
-        if name.startswith("RayCluster"):
-            (document,) = self.of_kind("RayCluster")
+        if name.startswith(("RayCluster", "RayService")):
+            (document,) = self.of_kind(name.split("/")[0])
             container = container | {"command": ray_command(document, name.rsplit("/", 1)[1])}
+            if document["spec"].get("rayClusterConfig", {}).get("authOptions") == {"mode": "token"}:
+                given = [("RAY_AUTH_MODE", "token"), ("RAY_AUTH_TOKEN", OPERATORS_TOKEN)]
+                container["env"] = [*container["env"], *({"name": key, "value": value} for key, value in given)]
         environment = self._environment(container)
         words = [_expanded(word, environment) for word in [*container["command"], *container.get("args", ())]]
         user = spec["securityContext"]
@@ -508,7 +513,7 @@ def image_environment(image: str) -> dict[str, str]:
 
 def ray_command(cluster: dict[str, Any], group: str) -> list[str]:
     """What KubeRay's operator makes of a group: `ray start` with the group's parameters and limits."""
-    spec = cluster["spec"]
+    spec = cluster["spec"].get("rayClusterConfig", cluster["spec"])
     head = spec["headGroupSpec"]
     found = head if group == "head" else next(one for one in spec["workerGroupSpecs"] if one["groupName"] == group)
     limits = found["template"]["spec"]["containers"][0]["resources"].get("limits", {})

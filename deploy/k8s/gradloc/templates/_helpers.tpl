@@ -133,6 +133,32 @@ resetchannels -@all +ping
 {{- end -}}
 {{- end -}}
 
+{{- define "gradloc.whatifSecret" -}}
+{{- default (printf "%s-whatif" (include "gradloc.fullname" .)) .Values.whatif.tokenSecret -}}
+{{- end -}}
+
+{{/* Where the reporter finds the what-if app; empty where there is none. */}}
+{{- define "gradloc.whatifUrl" -}}
+{{- if .Values.whatif.enabled -}}
+{{- if .Values.whatif.url -}}
+{{- fail "whatif.url is for an app elsewhere; set whatif.enabled to false, or leave whatif.url out" -}}
+{{- end -}}
+{{- printf "http://%s-whatif-serve-svc:8000/whatif" (include "gradloc.fullname" .) -}}
+{{- else -}}
+{{- .Values.whatif.url -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "gradloc.whatifStore" -}}
+{{- if .Values.whatif.store -}}
+{{- .Values.whatif.store -}}
+{{- else if .Values.snapshots.existingClaim -}}
+{{- printf "file://%s" .Values.snapshots.mountPath -}}
+{{- else -}}
+{{- fail "whatif.store is needed: where the snapshots are that the what-if app may open, such as s3://bucket/prefix" -}}
+{{- end -}}
+{{- end -}}
+
 {{/* A generated value that an upgrade keeps; call with (dict "top" $ "name" SECRET "key" KEY). */}}
 {{- define "gradloc.kept" -}}
 {{- $known := lookup "v1" "Secret" .top.Release.Namespace .name -}}

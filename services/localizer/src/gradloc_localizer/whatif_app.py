@@ -13,7 +13,6 @@ import threading
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field
 from ray import serve
 from ray.serve.exceptions import BackPressureError
 from ray.serve.handle import DeploymentHandle
@@ -22,26 +21,12 @@ from starlette.responses import Response, StreamingResponse
 
 from gradloc_localizer import waiting
 from gradloc_localizer.admission import admitted
+from gradloc_localizer.app_settings import AppSettings
 from gradloc_localizer.asked import read
 from gradloc_proto.whatif import MEDIA_TYPE, WhatIfProblem, WhatIfRequest
 
 NUM_WAITING_MAX = 16  # further askers are told to come back
-APPLICATION, REPLICA = "whatif", "Replica"
-
-
-class AppSettings(BaseModel):
-    """What Serve's `args` may say. spare_gpus: of the resource that localizations queue for, too."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    replicas_max: int = Field(default=1, ge=1, le=100)
-    idle_s: float = Field(default=300.0, gt=0, le=86_400)
-    start_timeout_s: float = Field(default=900.0, gt=0, le=86_400)
-    num_cpus: float = Field(default=1.0, ge=0)
-    num_gpus: float = Field(default=0.0, ge=0)
-    spare_gpus: float = Field(default=1.0, ge=0)
-    device: str = "auto"
-    threads: int = Field(default=2, ge=1, le=1024)
+REPLICA = "Replica"
 
 
 class Replica:
@@ -191,6 +176,12 @@ def application(args: AppSettings) -> serve.Application:
         },
         graceful_shutdown_timeout_s=5,
     )
-    door = deployment(Door, name="Door", ray_actor_options={"num_cpus": 0}, max_ongoing_requests=4 * NUM_WAITING_MAX)
+    door = deployment(
+        Door,
+        name="Door",
+        # On the head, which stays: a worker with the door on it would not go when it idles.
+        ray_actor_options={"num_cpus": 0, "resources": {"node:__internal_head__": 0.001}},
+        max_ongoing_requests=4 * NUM_WAITING_MAX,
+    )
     bound: serve.Application = door.bind(replica.bind(args), args)
     return bound

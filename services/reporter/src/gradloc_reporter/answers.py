@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 from pydantic import ConfigDict, Field, JsonValue, Strict, StrictBool, StringConstraints
 
 from gradloc_proto.messages import Finding, Part, Spike
+from gradloc_proto.whatif import WhatIfOptions
 
 Status = Literal["open", "localizing", "located", "failed", "resolved"]
 # What the detector takes; gradloc_detector.policy has the last word.
@@ -257,6 +258,10 @@ class WishAnswer(Part):
 
     run_id: str
     request_id: str
+
+
+class WhatIfWish(Wish, WhatIfOptions):
+    model_config = _example(by="ada", token_clip="0.5:5", drop=["3:0:2:358"])
 
 
 # --- silences ----------------------------------------------------------------------------------

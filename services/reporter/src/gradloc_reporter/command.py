@@ -63,6 +63,11 @@ BAD_INPUT = 2
     metavar="N",
     help="REST requests a second of one token or address; 0: as many as come.",
 )
+@click.option(
+    "--whatif-url",
+    metavar="URL",
+    help="The what-if app, e.g. http://host:8000/whatif; its token: GRADLOC_WHATIF_TOKEN.",
+)
 @click.option("--redact-tokens", is_flag=True, help="Show no text of prompts and answers, here or in Slack.")
 def reporter(
     redis_url: str | None,
@@ -76,6 +81,7 @@ def reporter(
     receivers_file: str | None,
     keep_steps_days: float,
     rate_limit: float,
+    whatif_url: str | None,
     redact_tokens: bool,
 ) -> None:
     """Keep incidents and findings; serve REST, a web page, Prometheus and Slack.
@@ -101,6 +107,8 @@ def reporter(
             receivers=receivers,
             keep_steps_days=keep_steps_days,
             rate_limit_per_s=rate_limit or None,
+            whatif_url=whatif_url,
+            whatif_token=os.environ.get("GRADLOC_WHATIF_TOKEN") or None,
             tokens=None if tokens_file is None else _tokens(Path(tokens_file)),
         )
         if not redis_url:

@@ -40,6 +40,7 @@ from gradloc_reporter.text import Telling
 from gradloc_reporter.web.application import application
 from gradloc_reporter.web.backend import Backend
 from gradloc_reporter.web.live import Live
+from gradloc_reporter.web.whatif import WhatIfApp
 
 log = logging.getLogger(__name__)
 
@@ -93,9 +94,10 @@ class Reporter:
             rate_limit_per_s=settings.rate_limit_per_s,
         )
         self._live = Live(backend)
+        whatif = None if settings.whatif_url is None else WhatIfApp(settings.whatif_url, settings.whatif_token)
         self._server = uvicorn.Server(
             uvicorn.Config(
-                application(backend, self._live),
+                application(backend, self._live, whatif),
                 log_config=None,
                 access_log=False,
                 server_header=False,

@@ -39,6 +39,8 @@ class Settings:
     tokens: Tokens | None = None  # None: everybody may read and operate
     keep_steps_days: float = 0.0  # older steps are thinned to a tenth; 0: never
     rate_limit_per_s: float | None = 50.0  # REST requests a second of one token or address; None: as many as come
+    whatif_url: str | None = None  # of the what-if app
+    whatif_token: str | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65_535:
@@ -49,6 +51,8 @@ class Settings:
             raise ValueError("--keep-steps-days must be 0 (for ever) or a number of days")
         if self.public_url is not None:
             _check_url("--public-url", self.public_url)
+        if self.whatif_url is not None:
+            _check_url("--whatif-url", self.whatif_url)
         if self.slack is not None:
             _check_slack(self.slack)
         if any(each.kind == "slack" for each in self.receivers) and (self.slack is None or not self.slack.token):

@@ -18,6 +18,7 @@ from gradloc_reporter.web.live import Live, live_router
 from gradloc_reporter.web.pace import Buckets, Pace
 from gradloc_reporter.web.pages import Pages, pages_router
 from gradloc_reporter.web.problems import ProblemRaised, add_problem_handlers
+from gradloc_reporter.web.whatif import WhatIfApp, whatif_router
 from gradloc_reporter.web.wishes import wishes_router
 
 # Nothing from elsewhere, no inline script or style: token texts are shown, and they are not trusted.
@@ -36,7 +37,7 @@ HEADERS = {
 BURST_S = 10.0  # an asker may use the requests of so many seconds at once
 
 
-def application(backend: Backend, live: Live) -> FastAPI:
+def application(backend: Backend, live: Live, whatif: WhatIfApp | None = None) -> FastAPI:
     pages = Pages(backend)
     # No docs_url: FastAPI's own page loads its script from a CDN.
     app = FastAPI(
@@ -49,6 +50,7 @@ def application(backend: Backend, live: Live) -> FastAPI:
     )
     app.include_router(api_router(backend))
     app.include_router(wishes_router(backend))
+    app.include_router(whatif_router(backend, whatif))
     app.include_router(live_router(live))
     app.include_router(pages_router(pages))
     app.include_router(sign_in_router(backend.tokens, pages.sign_in, secure=backend.secure))
