@@ -7,8 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradloc.diagnosis import Evidence, LayerGrowth, diagnose, is_tokens_fault, layer_growth
+from gradloc.diagnosis import diagnose, is_tokens_fault
+from gradloc.layer_growth import LayerGrowth, layer_growth
 from gradloc.localized import verdict_of
+from gradloc.measured import Evidence
 
 NO_GROWTH = LayerGrowth({}, (), (), (), None, None)
 CALM = Evidence(

@@ -120,29 +120,30 @@ def test_cosines_are_of_directions_and_unknown_where_there_is_none():
 
 
 class TestForetold:
-    """What is foretold is what a real step with the remedy gives: `watch(remedies=...)` on the same step."""
+    """What is foretold is what a real step with the remedy gives, for each remedy, in float32."""
 
-    def real(self, trainer, remedy, fault, healthy=None):
-        """Norm of a real step of a loop that switched the remedy on."""
+    def real(self, trainer, fault, remedies=(), healthy=None, hook=None, after=None):
+        """Norm of a real step of a loop: `remedies` switched on, `hook(batch)` changes dL/dlogp, `after(model)` the
+        gradients."""
         step = trainer.faulty(trainer.model(), fault)
         model, factor = step.model, step.grad_factor
-        applied = AppliedRemedies([remedy], model, model)
-        if healthy is not None:
+        applied = AppliedRemedies(list(remedies), model, model)
+        for remedy in remedies if healthy is not None else ():
             remedy.load_state_dict(history_of(remedy, healthy))
         model.zero_grad()
         for placed in step.placed:
             batch = placed.batch
             logp_BR = step.policy().log_probs(batch, to_the_end=True)
             applied.before_backward(logp_BR, batch.mask_BR, batch.rollout_logp_BR)
+            if hook is not None:
+                logp_BR.register_hook(hook(placed))
             (batch.coefficient_BR * factor * logp_BR).sum().backward()
-        squares = {}
-        for name, parameter in model.named_parameters():
-            key = layer_key(name)
-            squares[key] = squares.get(key, 0.0) + float(parameter.grad.double().square().sum())
-        applied.after_agreement({key: math.sqrt(square) for key, square in squares.items()})
-        total = sum(float(p.grad.double().square().sum()) for p in model.parameters() if p.grad is not None)
+        applied.after_agreement(layer_norms_of(model))
+        if after is not None:
+            after(model)
+        norm = math.sqrt(sum(norm**2 for norm in layer_norms_of(model).values()))
         model.zero_grad()
-        return math.sqrt(total)
+        return norm
 
     def foretold(self, trainer, change, fault):
         step = trainer.faulty(trainer.model(), fault)
@@ -153,24 +154,93 @@ class TestForetold:
 
         return whatif.foretell(change, step.placed, coefficients, replayed(coefficients), replayed)
 
+    def as_it_is(self, trainer, fault):
+        return self.foretold(trainer, whatif.norm_clip(1e30), fault).norm
+
+    @pytest.mark.parametrize("columns", [[3], list(range(12))], ids=["a token", "a sequence"])
+    def test_dropped_tokens(self, trainer, columns):
+        fault = trainer.stale(9.0)
+        told = self.foretold(trainer, whatif.leave_out([(2, 2, column) for column in columns]), fault)
+
+        def hook(placed):
+            factor_BR = torch.ones_like(placed.batch.logp_BR)
+            if (placed.rank, placed.index) == (1, 0):
+                factor_BR[2, columns] = 0.0
+            return lambda grad_BR: grad_BR * factor_BR
+
+        assert told.norm == pytest.approx(self.real(trainer, fault, hook=hook), rel=1e-3)
+        assert told.norm < 0.2 * self.as_it_is(trainer, fault)
+
     @pytest.mark.parametrize("mode", ["mask", "clip"])
     def test_token_clip(self, trainer, mode):
         fault = trainer.stale(9.0)
         told = self.foretold(trainer, whatif.token_clip(mode=mode), fault)
-        assert told.norm == pytest.approx(self.real(trainer, TokenClip(mode=mode), fault), rel=1e-3)
-        assert told.norm < 0.2 * self.foretold(trainer, whatif.norm_clip(1e30), fault).norm
+        assert told.norm == pytest.approx(self.real(trainer, fault, [TokenClip(mode=mode)]), rel=1e-3)
+        assert told.norm < 0.2 * self.as_it_is(trainer, fault)
         assert told.num_changed == 1
 
-    def test_seq_clip(self, trainer):
-        fault = trainer.stale(9.0)
-        told = self.foretold(trainer, whatif.seq_clip(), fault)
-        assert told.norm == pytest.approx(self.real(trainer, SeqClip(), fault), rel=1e-3)
+    @pytest.mark.parametrize("mean", ["both", "geometric", "arithmetic", "product"])
+    def test_seq_clip(self, trainer, mean):
+        def fault(inputs):  # 0 for the geometric mean, 3.6 for the arithmetic one; and a row off as a whole
+            inputs[1][0]["log_ratio"][2, :2] = torch.tensor([3.0, -3.0])
+            inputs[0][1]["log_ratio"][1] = 1.5
+
+        told = self.foretold(trainer, whatif.seq_clip(mean=mean), fault)
+        assert told.norm == pytest.approx(self.real(trainer, fault, [SeqClip(mean=mean)]), rel=1e-3)
+        assert told.norm != pytest.approx(self.as_it_is(trainer, fault), rel=5e-3)
 
     def test_layer_clip(self, trainer):
         healthy = trainer.faulty(trainer.model(), None).layer_norms
         fault = trainer.stale(9.0)
         told = self.foretold(trainer, whatif.layer_clip(healthy), fault)
-        assert told.norm == pytest.approx(self.real(trainer, LayerClip(), fault, healthy), rel=1e-3)
+        assert told.norm == pytest.approx(self.real(trainer, fault, [LayerClip()], healthy), rel=1e-3)
+
+    def test_a_clipped_norm(self, trainer):
+        fault = trainer.stale(9.0)
+        told = self.foretold(trainer, whatif.norm_clip(0.25), fault)
+        clip = self.real(trainer, fault, after=lambda model: torch.nn.utils.clip_grad_norm_(model.parameters(), 0.25))
+        assert told.norm == pytest.approx(clip, rel=1e-3)
+
+    def test_clipped_advantages(self, trainer):
+        """The loss computed anew with the advantage that is left."""
+        told = self.foretold(trainer, whatif.advantage_clip(5.0), trainer.advantage(-50.0))
+        again = trainer.faulty(trainer.model(), trainer.advantage(-5.0))
+        assert told.norm == pytest.approx(again.grad_norm, rel=1e-3)
+        assert told.norm < 0.2 * self.as_it_is(trainer, trainer.advantage(-50.0))
+
+    def test_a_mask_that_holds(self, trainer):
+        """The loss computed anew with the mask applied to its second term too."""
+        beyond = trainer.together(trainer.extra(300.0), unmask)
+        told = self.foretold(trainer, whatif.inside_mask(), beyond)
+        again = trainer.faulty(trainer.model(), unmask)
+        assert told.norm == pytest.approx(again.grad_norm, rel=1e-3)
+        assert told.norm < 0.2 * self.as_it_is(trainer, beyond)
+
+    @pytest.mark.parametrize("log_ratio", [9.0, 89.0], ids=["large", "not finite"])
+    def test_a_skipped_update(self, trainer, log_ratio):
+        fault = trainer.stale(log_ratio)
+        told = self.foretold(trainer, whatif.skip_above(1.0), fault)
+
+        def skip(model):
+            for parameter in model.parameters():
+                parameter.grad = None
+
+        assert told.norm == self.real(trainer, fault, after=skip) == 0.0
+        calm = self.foretold(trainer, whatif.skip_above(1e9), trainer.stale(2.0))
+        assert calm.norm == self.as_it_is(trainer, trainer.stale(2.0))
+
+
+def unmask(inputs):
+    inputs[1][0]["mask"][2, 3] = False
+
+
+def layer_norms_of(model):
+    squares = {}
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            key = layer_key(name)
+            squares[key] = squares.get(key, 0.0) + float(parameter.grad.double().square().sum())
+    return {key: math.sqrt(square) for key, square in squares.items()}
 
 
 def history_of(remedy, healthy):

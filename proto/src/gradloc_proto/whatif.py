@@ -28,6 +28,7 @@ class WhatIfOptions(Part):
     advantage_clip: Size | None = None
     layer_clip: StrictBool = False
     clip_norm: Size | None = None
+    skip_above: Size | None = None
     limit: Size | None = None
 
 

@@ -37,6 +37,7 @@ class _Captured:
     rollout_logp_BR: torch.Tensor | None
     old_logp_BR: torch.Tensor | None
     advantage_BR: torch.Tensor | None
+    ref_logp_BR: torch.Tensor | None
     rollout_ids_BR: torch.Tensor | None
     uids: tuple[str, ...]
     temperature: float
@@ -76,6 +77,7 @@ class Capture:
         position_ids: torch.Tensor | None,
         temperature: float,
         entropy: torch.Tensor | None = None,
+        ref_logp: torch.Tensor | None = None,
     ) -> None:
         """Register one micro-batch. Raises ValueError when shapes do not fit together."""
         if not logp_BR.requires_grad:  # an evaluation pass: there will be no backward
@@ -102,6 +104,7 @@ class Capture:
             rollout_logp_BR=_optional("rollout_logp", rollout_logp, tuple(logp_BR.shape)),
             old_logp_BR=_optional("old_logp", old_logp, tuple(logp_BR.shape)),
             advantage_BR=_per_token(advantage, logp_BR),
+            ref_logp_BR=_optional("ref_logp", ref_logp, tuple(logp_BR.shape)),
             rollout_ids_BR=_optional("rollout_ids", rollout_ids, tuple(logp_BR.shape)),
             uids=tuple(str(one) for one in uid) if uid is not None else (),
             temperature=float(temperature),
@@ -126,6 +129,7 @@ class Capture:
                 rollout_logp_BR=one.rollout_logp_BR,
                 old_logp_BR=one.old_logp_BR,
                 advantage_BR=one.advantage_BR,
+                ref_logp_BR=one.ref_logp_BR,
                 rollout_ids_BR=one.rollout_ids_BR,
                 entropy_BR=None if one.entropy_coefficient_BR is None else one.entropy_BR,
                 entropy_coefficient_BR=one.entropy_coefficient_BR,

@@ -2,128 +2,38 @@
 
 Names follow the literature on RL with verifiable rewards: token-level and sequence-level mismatch
 between training and inference (types A.1, A.2), gradients that explode in some layers only (type B).
+Causes of tokens, rows and layers are here; those that are nobody's in particular in common_causes.py.
 """
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
 
-from gradloc.layers import block_index, block_of, kind_of
+from gradloc import common_causes
+from gradloc.measured import Evidence
 from gradloc_proto.messages import Cause
 
 LOG_RATIO_MISMATCH = math.log(5.0)  # TokenClip's upper bound: what it would have clipped
 LOG_RATIO_CERTAIN = math.log(20.0)  # a truthful logp gets here once in twenty tokens at most
-LOG_RATIO_CALM = math.log(2.0)
 SEQUENCE_LOG_RATIO_MISMATCH = math.log(2.0)
-BIAS_LOG_RATIO = 0.1  # median over the batch: not a token, a setting (mask, positions, weights)
-SHARPNESS = 1.2  # log-odds of all tokens larger or smaller by so much: another temperature
 ROW_SCALE_MATERIAL = 3.0  # all tokens of a row count so many times the usual
 ROW_SCALE_AGREES = 2.0  # factor between that and the ratio of the whole sequence
-SPREAD_LOG_RATIO = math.log(1.5)  # a quarter of all tokens off by so much: the policy moved as a whole
-RATE_MATERIAL = 5.0  # of the learning rate over the usual one
-REWARD_FELL = 0.6  # of the usual reward
-REWARD_FELL_FAR = 0.4
 ADVANTAGE_OUTLIER = 8.0  # times the batch's median; a group of 64 cannot exceed 7.9 by normalising
 ADVANTAGE_CERTAIN = 50.0
 COEFFICIENT_OUTLIER = 10.0
 RARE_LOGP = math.log(1e-3)
-GROWTH_MATERIAL = 4.0
-HETEROGENEITY = 8.0  # weakest exploding block against the strongest calm one
 RESIDUAL_COLLAPSE = 0.1  # rms at the position against the batch's median
-UNNORMALISED = 0.5  # |c| against |advantage * ratio| per token: a mean over tokens would divide by their number
-
-
-@dataclass(frozen=True)
-class LayerGrowth:
-    """Growth of each layer key and block over its healthy norm, and which of them explode."""
-
-    by_key: dict[str, float]
-    keys_exploding: tuple[str, ...]
-    blocks_exploding: tuple[str, ...]
-    kinds_exploding: tuple[str, ...]
-    growth_exploding_min: float | None
-    growth_calm_max: float | None
-
-    @property
-    def is_heterogeneous(self) -> bool:
-        """Some transformer blocks explode while others stay calm."""
-        if self.growth_exploding_min is None or self.growth_calm_max is None:
-            return False
-        return self.growth_exploding_min >= HETEROGENEITY * self.growth_calm_max
-
-
-@dataclass(frozen=True)
-class Evidence:
-    """What was measured about the step and its leading token. None: not known."""
-
-    norm: float
-    limit: float
-    kind: str  # what the search ended with: token, sequence, batch-wide, ...
-    num_culprits: int
-    growth: LayerGrowth
-    log_ratio: float | None = None
-    sequence_log_ratio: float | None = None
-    largest_token_log_ratio_in_sequence: float | None = None
-    median_log_ratio: float | None = None
-    log_ratio_spread: float | None = None
-    coefficient: float | None = None
-    median_coefficient: float | None = None
-    logp: float | None = None
-    advantage: float | None = None
-    median_advantage: float | None = None
-    coefficient_over_advantage: float | None = None
-    in_mask: bool = True
-    residual_rms_ratio: float | None = None
-    residual_block: str | None = None
-    row_scale: float | None = None
-    num_other_ids: int = 0
-    first_other_id: int | None = None
-    other_ids_same_text: bool | None = None
-    sharpness: float | None = None
-    sharpness_scatter: float | None = None
-    odd_rank: int | None = None
-    odd_rank_norm: float | None = None
-    metrics: Mapping[str, float] = field(default_factory=dict)
-    metrics_usual: Mapping[str, float] = field(default_factory=dict)
-    details: dict[str, float | str | None] = field(default_factory=dict)
-
-
-def layer_growth(now: Mapping[str, float], healthy: Mapping[str, float]) -> LayerGrowth:
-    """Compare layer norms with healthy ones. Exploding: at least GROWTH_MATERIAL, and nearer (on a log scale) to the
-    worst layer than to healthy."""
-    by_key = {key: _ratio(now[key], healthy[key]) for key in now if key in healthy}
-    if not by_key:
-        return LayerGrowth({}, (), (), (), None, None)
-    blocks: dict[str, tuple[float, float]] = {}
-    for key in by_key:
-        square_now, square_healthy = blocks.get(block_of(key), (0.0, 0.0))
-        blocks[block_of(key)] = (square_now + now[key] ** 2, square_healthy + healthy[key] ** 2)
-    by_block = {name: math.sqrt(_ratio(*squares)) for name, squares in blocks.items()}
-    bar = max(GROWTH_MATERIAL, math.sqrt(max(by_block.values())))
-    exploding = [name for name, growth in by_block.items() if growth >= bar]
-    numbered = {name: growth for name, growth in by_block.items() if block_index(name) is not None}
-    hot = [growth for name, growth in numbered.items() if name in exploding]
-    calm = [growth for name, growth in numbered.items() if name not in exploding]
-    kinds = {kind_of(key) for key, growth in by_key.items() if block_of(key) in exploding and growth >= GROWTH_MATERIAL}
-    return LayerGrowth(
-        by_key=by_key,
-        keys_exploding=tuple(key for key, growth in by_key.items() if growth >= bar),
-        blocks_exploding=tuple(sorted(exploding, key=_block_order)),
-        kinds_exploding=tuple(sorted(kinds)),
-        growth_exploding_min=min(hot) if hot else None,
-        growth_calm_max=max(calm) if calm else None,
-    )
-
-
-def _ratio(now: float, healthy: float) -> float:
-    if healthy > 0:
-        return now / healthy
-    return math.inf if now > 0 else 1.0
-
-
-def _block_order(name: str) -> tuple[int, str]:
-    index = block_index(name)
-    return (-1 if name == "embedding" else 1 << 30 if index is None else index, name)
+_EVERYBODYS = (
+    common_causes.ratio_before_update,
+    common_causes.learning_rate,
+    common_causes.other_temperature,
+)
+_LESS_SURE = (
+    common_causes.batch_bias,
+    common_causes.unnormalised_loss,
+    common_causes.rest_dominated,
+    common_causes.zero_variance,
+    common_causes.reward_drop,
+    common_causes.lone_layer,
+)
 
 
 def diagnose(evidence: Evidence) -> tuple[Cause, ...]:
@@ -131,18 +41,16 @@ def diagnose(evidence: Evidence) -> tuple[Cause, ...]:
     found = [
         cause
         for cause in (
-            _hardware(evidence),
+            common_causes.hardware(evidence),
             _mask_fault(evidence),
-            _learning_rate(evidence),
-            _other_temperature(evidence),
+            *(name(evidence) for name in _EVERYBODYS),
             _layer_heterogeneity(evidence),
             _other_ids(evidence),
             _token_mismatch(evidence),
             _advantage_outlier(evidence),
+            _kl_outlier(evidence),
             _sequence_mismatch(evidence),
-            _batch_bias(evidence),
-            _unnormalised_loss(evidence),
-            _reward_drop(evidence),
+            *(name(evidence) for name in _LESS_SURE),
             _rare_token(evidence),
         )
         if cause is not None
@@ -173,16 +81,12 @@ def _mask_fault(evidence: Evidence) -> Cause | None:
     )
 
 
-def _is_calm(evidence: Evidence) -> bool:
-    return evidence.log_ratio is None or abs(evidence.log_ratio) <= LOG_RATIO_CALM
-
-
 def _layer_heterogeneity(evidence: Evidence) -> Cause | None:
     growth = evidence.growth
     if not growth.is_heterogeneous:
         return None
     collapsed = evidence.residual_rms_ratio is not None and evidence.residual_rms_ratio <= RESIDUAL_COLLAPSE
-    confidence = "high" if collapsed else ("medium" if _is_calm(evidence) else "low")
+    confidence = "high" if collapsed else ("medium" if evidence.is_calm else "low")
     where = ", ".join(growth.blocks_exploding)
     because = (
         f": the residual stream nearly cancels after {evidence.residual_block} "
@@ -265,7 +169,7 @@ def _advantage_outlier(evidence: Evidence) -> Cause | None:
 
 def _other_ids(evidence: Evidence) -> Cause | None:
     """A ratio between two tokens: what was trained on is not what was sampled and scored."""
-    if not evidence.num_other_ids or evidence.num_culprits == 0 or _is_calm(evidence):
+    if not evidence.num_other_ids or evidence.num_culprits == 0 or evidence.is_calm:
         return None
     same = bool(evidence.other_ids_same_text)
     what = (
@@ -286,89 +190,19 @@ def _other_ids(evidence: Evidence) -> Cause | None:
     )
 
 
-def _other_temperature(evidence: Evidence) -> Cause | None:
-    slope, scatter = evidence.sharpness, evidence.sharpness_scatter
-    if slope is None or scatter is None or not slope > 0 or not abs(math.log(slope)) >= math.log(SHARPNESS):
-        return None
-    # A copy that is merely inexact scatters around a quotient of one.
-    if not scatter <= abs(math.log(slope)):
-        return None
-    return Cause(
-        name="systematic-mismatch",
-        confidence="high",
-        summary=f"reported log-probabilities are those of temperature {1 / slope:.2g} times the trainer's, of all "
-        "tokens: let the sampler report them at the temperature it samples with",
-        evidence={"temperature": 1 / slope, "scatter": scatter, "median_log_ratio": evidence.median_log_ratio},
-    )
-
-
-def _hardware(evidence: Evidence) -> Cause | None:
-    if evidence.kind != "not-reproduced" or evidence.odd_rank is None or evidence.odd_rank_norm is None:
+def _kl_outlier(evidence: Evidence) -> Cause | None:
+    """The k3 estimate of the KL divergence has exp(reference - policy) in it, and so its gradient: it alone is
+    unbounded. Whether it was that and not the policy term shows in a coefficient which ratio and advantage do not
+    explain."""
+    size = evidence.reference_log_ratio
+    if size is None or not size >= LOG_RATIO_MISMATCH or evidence.num_culprits == 0 or not evidence.is_calm:
         return None
     return Cause(
-        name="hardware",
-        confidence="high",
-        summary=f"rank {evidence.odd_rank} holds another gradient (norm {evidence.odd_rank_norm:.3g}) than its peers "
-        "and the replay: its memory or arithmetic failed; take the machine out and test it",
-        evidence={
-            "rank": float(evidence.odd_rank),
-            "rank_norm": evidence.odd_rank_norm,
-            "replayed_norm": evidence.norm,
-        },
-    )
-
-
-def _learning_rate(evidence: Evidence) -> Cause | None:
-    now, usual = evidence.metrics.get("lr"), evidence.metrics_usual.get("lr")
-    if now is None or usual is None or not usual > 0 or not now >= RATE_MATERIAL * usual:
-        return None
-    spread = evidence.log_ratio_spread
-    if evidence.kind != "batch-wide" and not (
-        evidence.kind in ("token", "sequence") and spread is not None and spread >= SPREAD_LOG_RATIO
-    ):
-        return None  # one token out of line in a batch that is not: the rate did not do that
-    return Cause(
-        name="learning-rate",
-        confidence="high",
-        summary=f"the learning rate is {now:.2g}, {now / usual:.3g} times the usual {usual:.2g}: updates overshoot; "
-        "set it back and go on from a checkpoint of before",
-        evidence={"lr": now, "lr_usual": usual, "log_ratio_spread": spread},
-    )
-
-
-def _reward_drop(evidence: Evidence) -> Cause | None:
-    now, usual = evidence.metrics.get("reward_mean"), evidence.metrics_usual.get("reward_mean")
-    if now is None or usual is None or not usual > 0 or evidence.kind != "batch-wide" or not now <= REWARD_FELL * usual:
-        return None
-    return Cause(
-        name="reward-drop",
-        confidence="high" if now <= REWARD_FELL_FAR * usual else "medium",
-        summary=f"the mean reward is {now:.2g} where {usual:.2g} was usual, and no token is out of line: look at the "
-        "verifier and the solutions it compares with",
-        evidence={"reward_mean": now, "reward_mean_usual": usual},
-    )
-
-
-def _batch_bias(evidence: Evidence) -> Cause | None:
-    if evidence.median_log_ratio is None or not abs(evidence.median_log_ratio) >= BIAS_LOG_RATIO:
-        return None
-    return Cause(
-        name="systematic-mismatch",
-        confidence="high" if evidence.kind == "batch-wide" else "low",
-        summary="logps of trainer and inference differ over the whole batch: temperature, mask, positions or weights",
-        evidence={"median_log_ratio": evidence.median_log_ratio},
-    )
-
-
-def _unnormalised_loss(evidence: Evidence) -> Cause | None:
-    size = evidence.coefficient_over_advantage
-    if size is None or not size >= UNNORMALISED or evidence.kind not in ("batch-wide", "accounting"):
-        return None
-    return Cause(
-        name="unnormalised-loss",
-        confidence="medium",
-        summary="each token counts by its whole advantage: the loss was not divided by the number of tokens",
-        evidence={"coefficient_over_advantage": size},
+        name="kl-outlier",
+        confidence="high" if size >= LOG_RATIO_CERTAIN else "medium",
+        summary=f"the reference policy gives the token {_exp(size):.3g} times the probability: the gradient of the k3 "
+        "estimate of the KL term grows with that ratio; clip its logarithm, or use k2",
+        evidence={"reference_log_ratio": size, "coefficient": evidence.coefficient, "logp": evidence.logp},
     )
 
 
@@ -403,11 +237,15 @@ def _unknown(evidence: Evidence) -> Cause:
         "batch-wide": "no few tokens or sequences: the whole batch is larger than usual (learning rate, reward, data)",
         "not-reproduced": "the replay is calm: hardware, nondeterminism, or a loss term that is not per token",
         "accounting": "the replay differs from the step by one common factor: a scale in the loss or in averaging",
+        "norm-overflow": "squares of a gradient that is finite overflow in the norm's number format: accumulate them "
+        "in float64",
         "inconclusive": "the numbers did not add up well enough to blame anyone",
     }
     return Cause(
         name="unknown" if evidence.kind not in summaries else evidence.kind,
-        confidence="low" if evidence.kind not in ("accounting", "not-reproduced") else "medium",
+        confidence={"accounting": "medium", "not-reproduced": "medium", "norm-overflow": "high"}.get(
+            evidence.kind, "low"
+        ),
         summary=summaries.get(evidence.kind, "no known cause fits: ratios, advantages and layers are calm"),
         evidence=dict(evidence.details),
     )

@@ -7,9 +7,10 @@ import torch
 from torch import Tensor
 
 from gradloc.culprits import Scene
-from gradloc.diagnosis import Evidence, LayerGrowth
 from gradloc.exhibits import Shown, Texts, value_at
 from gradloc.fidelity import StepFacts
+from gradloc.layer_growth import LayerGrowth
+from gradloc.measured import Evidence
 from gradloc.policy import PlacedBatch
 from gradloc.snapshot import MicroBatch
 from gradloc.verification import Place
@@ -57,6 +58,9 @@ def evidence_of(
             values["log_ratio"] = float(own[place.row, place.column])
             values["sequence_log_ratio"] = float(row.sum())
             values["largest_token_log_ratio_in_sequence"] = float(row.abs().max())
+        if batch.ref_logp_BR is not None:
+            gap_BR = batch.ref_logp_BR.double() - batch.logp_BR.double()
+            values["reference_log_ratio"] = float(gap_BR[place.row, place.column])
         values["row_scale"] = _row_scale(scene, place)
         values |= _other_ids(batch, place, texts)
     if facts is not None:
@@ -72,8 +76,11 @@ def evidence_of(
         in_mask=in_mask,
         median_coefficient=_median(all_c),
         median_log_ratio=_median(log_ratios, positive=False),
+        mean_log_ratio=_mean_but_the_worst(log_ratios.abs()),
+        mean_old_log_ratio=_mean_but_the_worst(_old_log_ratios(scene.batches).abs()),
         log_ratio_spread=_upper_quartile(log_ratios.abs()),
         median_advantage=_median(advantage),
+        largest_advantage=float(advantage.max()) if len(advantage) else None,
         coefficient_over_advantage=_coefficient_over_advantage(scene),
         residual_rms_ratio=shown.residual_ratio,
         residual_block=shown.residual_block,
@@ -81,6 +88,22 @@ def evidence_of(
         sharpness_scatter=scatter,
         **values,
     )
+
+
+def _old_log_ratios(batches: Sequence[PlacedBatch]) -> Tensor:
+    """logp - old logp of all trained tokens, float64 [N]."""
+    found = [
+        (batch.logp_BR.double() - batch.old_logp_BR.double())[batch.mask_BR.bool()]
+        for batch in (placed.batch for placed in batches)
+        if batch.old_logp_BR is not None
+    ]
+    return torch.cat(found) if found else torch.zeros(0)
+
+
+def _mean_but_the_worst(sizes_N: Tensor) -> float | None:
+    """One absurd token must not pass for all of them."""
+    sizes_N = sizes_N[torch.isfinite(sizes_N)].sort().values[:-1]
+    return float(sizes_N.mean()) if len(sizes_N) else None
 
 
 def _coefficient_over_advantage(scene: Scene) -> float | None:

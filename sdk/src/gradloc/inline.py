@@ -25,12 +25,15 @@ from torch.distributed.tensor import DTensor
 
 from gradloc.attribution import checksum_tolerance, leader, reach_of, shares_of
 from gradloc.culprits import NUM_TOKENS_MAX, Scene, is_whole_row, ranked, row_shares
-from gradloc.diagnosis import Evidence, diagnose, layer_growth
+from gradloc.diagnosis import diagnose
 from gradloc.evidence import evidence_of
 from gradloc.exhibits import Exhibits, Shown, Texts
 from gradloc.inline_work import SpikedStep, Work, in_focus
+from gradloc.layer_growth import layer_growth
 from gradloc.localized import summary_of, verdict_of
+from gradloc.measured import Evidence
 from gradloc.nonfinite import find_in_batch
+from gradloc.nonfinite_causes import nonfinite_cause
 from gradloc.ranks import Ranks
 from gradloc.snapshot import MicroBatch
 from gradloc.testimony import NUM_ROWS_MAX, Conclusion, RowShare, Testimony, conclude, conclude_non_finite
@@ -231,7 +234,10 @@ class InlineLocalizer:
         known: dict[str, Any] = dict(owner.evidence) if is_first else {}
         known |= {"limit": limit, "norm": spike.norm, "in_mask": bool(known.get("in_mask", True))}
         known.pop("num_culprits", None)
-        evidence = Evidence(kind=conclusion.verdict, num_culprits=conclusion.num_culprits, growth=growth, **known)
+        rest_share = None if conclusion.verdict == "inconclusive" else 1.0 - conclusion.checksum
+        evidence = Evidence(
+            kind=conclusion.verdict, num_culprits=conclusion.num_culprits, growth=growth, rest_share=rest_share, **known
+        )
         causes = diagnose(evidence)
         certificate = None
         if conclusion.num_culprits and not math.isnan(without) and without <= limit:
@@ -254,7 +260,7 @@ class InlineLocalizer:
             culprits=culprits,
             share=conclusion.share,
             checksum=conclusion.checksum,
-            rest_share=None if conclusion.verdict == "inconclusive" else 1.0 - conclusion.checksum,
+            rest_share=rest_share,
             certificate=certificate,
             fidelity=fidelity,
             causes=causes,
@@ -277,11 +283,14 @@ class InlineLocalizer:
             return None
         conclusion, what = conclude_non_finite(testimonies)
         fidelity = _fidelity(spike, 1.0, work.policy.grid)
-        summary = (
-            f"{what} not finite before any gradient is computed"
-            if what
-            else "coefficients and logps are finite: the gradient breaks inside the network; localize its snapshot"
+        cause = Cause(
+            name="non-finite-network",
+            confidence="medium",
+            summary="coefficients and logps are finite: the gradient breaks inside the network; localize its snapshot",
         )
+        if what:
+            is_mask = conclusion.verdict == "mask"
+            cause = nonfinite_cause(what, conclusion.culprits, outside_mask=is_mask, num_tokens=conclusion.num_culprits)
         return Finding(
             verdict=conclusion.verdict,
             strategy="attribution",
@@ -289,7 +298,7 @@ class InlineLocalizer:
             summary=summary_of(conclusion.verdict, conclusion.culprits, None, None, fidelity),
             culprits=conclusion.culprits,
             fidelity=fidelity,
-            causes=(Cause(name=f"non-finite-{what or 'network'}", confidence="medium", summary=summary),),
+            causes=(cause,),
             healthy_norm=spike.limits.healthy_norm,
             cost=_cost(work, started),
         )

@@ -8,18 +8,20 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Literal
 
 from torch import Tensor
 
 from gradloc.culprits import NUM_CERTAIN, CulpritSet, Scene, find_tokens, places_of
-from gradloc.diagnosis import LayerGrowth, diagnose, is_tokens_fault, layer_growth
+from gradloc.diagnosis import diagnose, is_tokens_fault
 from gradloc.evidence import evidence_of
 from gradloc.exhibits import Exhibits, Texts, rounded, show
 from gradloc.fidelity import LIMIT_OVER_HEALTHY, StepFacts, fidelity_of, refusal, tolerance_of
 from gradloc.gradient_profile import residual_sizes
+from gradloc.layer_growth import LayerGrowth, layer_growth
 from gradloc.localized import summary_of, verdict_of
 from gradloc.nonfinite import NonFiniteSource, find_in_batch, find_in_network
+from gradloc.nonfinite_causes import nonfinite_cause
 from gradloc.policy import PlacedBatch, Policy
 from gradloc.relossed import Reading, origins_of, reading_of, relossed
 from gradloc.remedies import fix_for
@@ -319,7 +321,7 @@ def _explain_nonfinite(
         culprits=culprits,
         certificate=proof,
         fidelity=fidelity,
-        causes=(_nonfinite_cause(source, culprits),),
+        causes=(_cause_of(source, culprits),),
         fix=Fix(name="leave out the culprit tokens", norm_after=without, holds=certificate.holds) if places else None,
         healthy_norm=facts.healthy_norm,
         sequence_view=exhibits.view(places[0], {}, order.num_positions) if places else None,
@@ -327,40 +329,14 @@ def _explain_nonfinite(
     )
 
 
-def _nonfinite_cause(source: NonFiniteSource | None, culprits: Sequence[Culprit]) -> Cause:
+def _cause_of(source: NonFiniteSource | None, culprits: Sequence[Culprit]) -> Cause:
     if source is None:
-        return Cause(
-            name="non-finite-weights",
-            confidence="medium",
-            summary="the gradient is not finite whichever tokens are left out: look at the weights before this step",
-        )
-    evidence: dict[str, Any] = {"num_tokens": float(len(source.places))}
-    if culprits:
-        evidence |= {"coefficient": culprits[0].coefficient, "logp": culprits[0].logp, "ratio": culprits[0].ratio}
-    if source.what == "network":
-        evidence |= {"module": source.module, "position": None if source.position is None else float(source.position)}
-        where = f"in {source.module} at position {source.position}" if source.module else "inside the network"
-        return Cause(
-            name="non-finite-network",
-            confidence="high",
-            summary=f"coefficients and log-probabilities are finite; the first value that is not arises {where}"[:512],
-            evidence=evidence,
-        )
-    if source.outside_mask:
-        return Cause(
-            name="mask-fault",
-            confidence="high",
-            summary=f"{source.what} not finite at a position that the loss mask leaves out: zero times NaN is NaN; "
-            "select with where() before the product",
-            evidence=evidence,
-        )
-    ratio = culprits[0].ratio if culprits else None
-    overflow = ratio == math.inf
-    return Cause(
-        name="token-mismatch" if overflow else f"non-finite-{source.what}",
-        confidence="high",
-        summary="type A.1: the importance ratio of the token overflows"
-        if overflow
-        else f"the {source.what} of the token is not finite before any gradient is computed",
-        evidence=evidence,
+        return nonfinite_cause(None, culprits)
+    return nonfinite_cause(
+        source.what,
+        culprits,
+        outside_mask=source.outside_mask,
+        num_tokens=len(source.places),
+        module=source.module,
+        position=source.position,
     )

@@ -20,6 +20,8 @@ def verdict_of(kind: str, cause: Cause) -> Verdict:
         and kind in ("token", "sequence")
     ):
         return "batch-wide"  # what is wrong is every token's, though a few of them have most of the gradient
+    if cause.name == "layer-growth" and cause.confidence != "low" and kind in ("token", "sequence", "batch-wide"):
+        return "layer"
     if cause.name == "unnormalised-loss":
         return "accounting"
     return cast(Verdict, kind)

@@ -210,6 +210,7 @@ class Probe:
         position_ids: torch.Tensor | None = None,
         temperature: float = 1.0,
         entropy: torch.Tensor | None = None,
+        ref_logp: torch.Tensor | None = None,
     ) -> None:
         """Register one micro-batch, before its backward.
 
@@ -218,7 +219,8 @@ class Probe:
         [B, R]; advantage [B] or [B, R]; uid: one name a row (dataset row and prompt), which a finding
         repeats; rollout_ids [B, R]: ids that rollout_logp belongs to, where ids were made from text again;
         attention_mask and position_ids [B, T] as the model got them; temperature: what logits were divided by;
-        entropy [B, R]: of the whole vocabulary, as the loss uses it, where it has an entropy term.
+        entropy [B, R]: of the whole vocabulary, as the loss uses it, where it has an entropy term; ref_logp [B, R]:
+        of the reference policy, where it has a KL term.
         """
         if torch.is_autocast_enabled(logp.device.type):
             self.autocast_dtype = torch.get_autocast_dtype(logp.device.type)
@@ -239,6 +241,7 @@ class Probe:
                 position_ids=position_ids,
                 temperature=temperature,
                 entropy=entropy,
+                ref_logp=ref_logp,
             )
 
     @_harmless(_GO)

@@ -55,6 +55,7 @@ class MicroBatch:
     rollout_logp_BR: torch.Tensor | None = None
     old_logp_BR: torch.Tensor | None = None
     advantage_BR: torch.Tensor | None = None
+    ref_logp_BR: torch.Tensor | None = None  # of the reference policy, where the loss has a KL term
     rollout_ids_BR: torch.Tensor | None = None  # int64; what rollout_logp belongs to, where the trainer said so
     entropy_BR: torch.Tensor | None = None
     entropy_coefficient_BR: torch.Tensor | None = None

@@ -183,6 +183,17 @@ def norm_clip(max_norm: float) -> GradientChange:
     return GradientChange(f"clip the norm to {max_norm:.4g}", apply)
 
 
+def skip_above(max_norm: float) -> GradientChange:
+    """The update skipped where the norm is above `max_norm`, or not finite: no gradient at all."""
+
+    def apply(gradient: Gradient) -> Gradient:
+        if gradient.norm <= max_norm:
+            return gradient
+        return _scaled(gradient, dict.fromkeys(_by_block(gradient.layer_norms), 0.0))
+
+    return GradientChange(f"skip above a norm of {max_norm:.4g}", apply)
+
+
 def log_ratio(placed: PlacedBatch) -> Tensor | None:
     """logp - rollout_logp, float64 [B, R], or None when the trainer did not give it."""
     rollout_BR = placed.batch.rollout_logp_BR

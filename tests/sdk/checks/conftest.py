@@ -1,25 +1,12 @@
-"""Where the cases distilled from bug reports lie, and the command."""
+"""The command, in this process."""
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 
 from gradloc.command import gradloc as command
-
-REPOSITORY = Path(__file__).resolve().parents[3]
-
-
-@pytest.fixture(scope="session")
-def cases_file() -> Path:
-    folder = Path(os.environ.get("GRADLOC_CASES", REPOSITORY.parent / "shared" / "cases"))
-    path = folder / "cases.json"
-    if not path.is_file():
-        pytest.skip(f"no {path}: GRADLOC_CASES names the folder of recorded cases, which are not in this repository")
-    return path
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from torch import Tensor
 from gradloc.checks import advantages, gradients, losses, optimizer_state, ratios, rewards, row_lists, token_count
 from gradloc.checks.finding import CheckFinding, Report, Skipped, finding, joined
 from gradloc.checks.row_text import ids_of, number_of, numbers_of
+from gradloc.common_causes import FRESH_TOLERANCE
 from gradloc.diagnosis import LOG_RATIO_MISMATCH, SEQUENCE_LOG_RATIO_MISMATCH
 
 DOCUMENT_BYTES_MAX = 256 << 20
@@ -209,7 +210,7 @@ def _fresh(document: Document) -> Report | None:
     if rate != 0.0 and updates != 0.0:
         return _report((), Skipped("ratio before any update", "neither learning_rate nor num_updates is 0"))
     kind = "old" if document.get("reference") == "old" else "rollout"
-    off = not mean <= ratios.FRESH_TOLERANCE[kind]
+    off = not mean <= FRESH_TOLERANCE[kind]
     return _report([ratios.fresh_finding(kind, mean)] if off else ())
 
 

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from gradloc.checks.finding import CheckFinding, Tally, finding
+from gradloc.common_causes import FRESH_TOLERANCE
 from gradloc.diagnosis import LOG_RATIO_CERTAIN, LOG_RATIO_MISMATCH, SEQUENCE_LOG_RATIO_MISMATCH
 
 BIASED = 0.1  # |log ratio| of a token that differs by more than number formats make it
 BIASED_SHARE = 0.3  # of the tokens: then it is a setting, not a token
 BIAS_TOKENS_MIN = 8
 NOISE_FACTOR = 4.0  # a sum of n independent errors reaches this many of its deviations once in 16,000
-FRESH_TOLERANCE = {"old": 0.02, "rollout": 0.05}  # mean |log ratio|: same engine in bf16; another engine
 LARGEST_LOG = 700.0  # exp() of more is infinite in float64
 
 

@@ -67,6 +67,9 @@ class TrlAttachment(Attachment):
         old, sampled = inputs.get("old_per_token_logps"), inputs.get("sampling_per_token_logps")
         if isinstance(old, Tensor):
             facts["old_logp"] = left_padded(old, width, float("nan"))
+        reference = inputs.get("ref_per_token_logps")
+        if isinstance(reference, Tensor):
+            facts["ref_logp"] = left_padded(reference, width, float("nan")).to(logp_BR.device)
         told = sampled if isinstance(sampled, Tensor) else old
         if isinstance(told, Tensor):
             told_BR = left_padded(told, width, float("nan")).to(logp_BR.device)

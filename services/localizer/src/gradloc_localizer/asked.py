@@ -35,6 +35,7 @@ class Asked:
     advantage_clip: float | None
     layer_clip: bool
     clip_norm: float | None
+    skip_above: float | None
 
     def changes(self, healthy_layer_norms: Mapping[str, float]) -> "list[Change]":
         """What is tried; nothing where nothing was named. Raises ValueError."""
@@ -53,6 +54,8 @@ class Asked:
             found.append(whatif.layer_clip(healthy_layer_norms))
         if self.clip_norm is not None:
             found.append(whatif.norm_clip(self.clip_norm))
+        if self.skip_above is not None:
+            found.append(whatif.skip_above(self.skip_above))
         return found
 
 
@@ -65,6 +68,7 @@ def read(options: WhatIfOptions) -> Asked:
         advantage_clip=options.advantage_clip,
         layer_clip=options.layer_clip,
         clip_norm=options.clip_norm,
+        skip_above=options.skip_above,
     )
 
 

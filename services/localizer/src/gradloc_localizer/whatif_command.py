@@ -36,6 +36,7 @@ from gradloc_proto.whatif import WhatIfOptions
 @click.option("--advantage-clip", type=click.FloatRange(min=0, min_open=True), help="Advantages clipped to this size.")
 @click.option("--layer-clip", is_flag=True, help="LayerClip, with the snapshot's healthy layer norms as its history.")
 @click.option("--clip-norm", type=click.FloatRange(min=0, min_open=True), help="The whole norm clipped to this.")
+@click.option("--skip-above", type=click.FloatRange(min=0, min_open=True), help="No update where the norm is above.")
 @click.option(
     "--limit", type=click.FloatRange(min=0, min_open=True), help="Norm to stay under; the snapshot's own if not given."
 )
@@ -57,6 +58,7 @@ def whatif(
     advantage_clip: float | None,
     layer_clip: bool,
     clip_norm: float | None,
+    skip_above: float | None,
     limit: float | None,
     serve: str | None,
     as_json: bool,
@@ -74,6 +76,7 @@ def whatif(
             advantage_clip=advantage_clip,
             layer_clip=layer_clip,
             clip_norm=clip_norm,
+            skip_above=skip_above,
             limit=limit,
         )
         asked = read(options)

@@ -1,0 +1,18 @@
+"""Where recorded inputs lie that are no part of this repository."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture(scope="session")
+def cases_file() -> Path:
+    """Inputs distilled from bug reports, with the right answers."""
+    folder = Path(os.environ.get("GRADLOC_CASES", REPOSITORY.parent / "shared" / "cases"))
+    path = folder / "cases.json"
+    if not path.is_file():
+        pytest.skip(f"no {path}: GRADLOC_CASES names the folder of recorded cases, which are not in this repository")
+    return path
