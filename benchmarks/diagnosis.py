@@ -6,9 +6,9 @@
 
 Seeds from 101 on are of record; whoever works on the diagnosis looks at others (--seed-base 1).
 
-Real: supervised training, GRPO on two ranks over gloo in processes of their own, the demo's fault, Redis, the
-detector with its limits and wishes, the snapshot, and the localizer's code on it. Left out: Ray, reporter and
-Slack; training ends two steps after its first spike.
+Real: supervised training, GRPO in processes of their own (two ranks over gloo, or --ranks 1 at half the cost; what
+needs a second rank has it), the demo's fault, Redis, the detector with its limits and wishes, the snapshot, and the
+localizer's code on it. Left out: Ray, reporter and Slack; training ends two steps after its first spike.
 
     right       the finding's first cause is that of docs/demo.md (of no fault: no finding, no incident)
     confident   that cause's confidence is "high"
@@ -92,6 +92,9 @@ def main() -> int:
     parser.add_argument("--seed-base", type=int, default=SEED_OF_RECORD, help=f"first seed (default {SEED_OF_RECORD})")
     parser.add_argument("--seeds", type=int, default=NUM_SEEDS, help=f"how many (default {NUM_SEEDS})")
     parser.add_argument("--fault", action="append", choices=list(ANSWERS), help="only this one; may be repeated")
+    parser.add_argument(
+        "--ranks", type=int, choices=(1, 2), default=2, help="of faults that need no second (default 2)"
+    )
     parser.add_argument("--judged", action="store_true", help="ask the judge for the place as well; half as long again")
     parser.add_argument("--resume", type=Path, help="file of lines to go on from and to add to")
     arguments = parser.parse_args()
@@ -103,11 +106,13 @@ def main() -> int:
     plays = [one for one in known if one["fault"] in faults and one["seed"] in seeds]
     done = {(one["fault"], one["seed"]) for one in plays}
     wanted = [(seed, fault) for seed in seeds for fault in faults if (fault, seed) not in done]
-    started = time.time()
+    started, commit = time.time(), _commit()
     with tempfile.TemporaryDirectory(prefix="gradloc-diagnosis-") as name, services(Path(name)) as shared:
         for seed, fault in wanted:
             policy = policy_of(seed, Path(name) / f"policy-{seed}")
-            play = played(shared, fault, seed, policy, is_judged=arguments.judged) | {"commit": _commit()}
+            play = played(shared, fault, seed, policy, num_ranks=arguments.ranks, is_judged=arguments.judged) | {
+                "commit": commit
+            }
             plays.append(play)
             sys.stderr.write(json.dumps(play) + "\n")
             if arguments.resume is not None:

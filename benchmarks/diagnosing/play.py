@@ -1,4 +1,4 @@
-"""One fault of the demo, from the trainer to the finding: two real ranks over gloo, watched by a real detector.
+"""One fault of the demo, from the trainer to the finding: real ranks over gloo, watched by a real detector.
 
 What the demo has and this has not: Ray, the reporter, Slack. The finding comes from the code of the Ray job, in a
 process of this one; training ends soon after its first spike instead of after all its steps. Processes are forked
@@ -37,7 +37,7 @@ from gradloc_proto import codec, streams
 from gradloc_proto.messages import IncidentOpened
 from gradloc_proto.redis_bus import RedisBus
 
-WORLD_SIZE = 2
+OF_TWO_RANKS = ("hardware", "two")  # what they are about needs a second one
 STEPS_AFTER = 2  # the spike
 STEPS_UNSEEN_MAX = 25  # after the fault: by then its spike has come, or none will
 PLAY_TIMEOUT_S = 1_800.0
@@ -94,9 +94,12 @@ def policy_of(seed: int, folder: Path) -> Path:
     return folder
 
 
-def played(services: Services, fault: str, seed: int, policy: Path, *, is_judged: bool) -> dict[str, Any]:
+def played(
+    services: Services, fault: str, seed: int, policy: Path, *, num_ranks: int, is_judged: bool
+) -> dict[str, Any]:
     """Verdict and causes of its first spike; `in_full`, where the judge is asked: place and all are right."""
     started = time.time()
+    world_size = 2 if fault in OF_TWO_RANKS else num_ranks
     script = Script(fault, seed, ANSWERS[fault].num_steps)
     run_id = f"{script.run_id}-{list(ANSWERS).index(fault)}"
     work = services.folder / run_id
@@ -105,12 +108,12 @@ def played(services: Services, fault: str, seed: int, policy: Path, *, is_judged
     for name in (WEIGHTS, CHECKPOINT):
         shutil.copy(policy / name, work / name)
     settings = {
-        "work": work, "run": run_id, "seed": seed, "steps": script.num_steps, "world_size": WORLD_SIZE,
+        "work": work, "run": run_id, "seed": seed, "steps": script.num_steps, "world_size": world_size,
         "redis": services.redis_url, "store": (work / "store").as_uri(),
     }  # fmt: skip
-    _done([_fork(_rank, fault, {**settings, "rank": rank}) for rank in range(WORLD_SIZE)])
+    _done([_fork(_rank, fault, {**settings, "rank": rank}) for rank in range(world_size)])
     snapshot, reference = _snapshots(work / "store")
-    jobs = [_fork(_judge, work / "judge")] if is_judged else []
+    jobs = [_fork(_judge, work / "judge", world_size)] if is_judged else []
     if snapshot is not None:
         jobs.append(_fork(_localize, snapshot, reference, work / "finding.json"))
     _done(jobs)
@@ -126,20 +129,21 @@ def played(services: Services, fault: str, seed: int, policy: Path, *, is_judged
         "summary": causes[0].get("summary"),
         "others": [[one["name"], one["confidence"]] for one in causes[1:]],
         "incidents": num_incidents,
-        "in_full": _is_right(script, work, finding, num_incidents) if is_judged else None,
+        "ranks": world_size,
+        "in_full": _is_right(script, work, finding, num_incidents, world_size) if is_judged else None,
         "seconds": round(time.time() - started, 1),
     }
     shutil.rmtree(work)
     return result
 
 
-def _is_right(script: Script, work: Path, finding: dict[str, Any], num_incidents: int) -> bool:
+def _is_right(script: Script, work: Path, finding: dict[str, Any], num_incidents: int, world_size: int) -> bool:
     """Whether the demo's review would call it right: verdict, cause, and the place by the judge."""
     rows = [json.loads(line) for line in (work / "progress.jsonl").read_text().splitlines()]
     seen = SimpleNamespace(
         truth=json.loads((work / "judge" / TRUTH).read_text()),
         finding=finding or None,
-        outcomes=[json.loads((work / f"outcome-{rank}.json").read_text()) for rank in range(WORLD_SIZE)],
+        outcomes=[json.loads((work / f"outcome-{rank}.json").read_text()) for rank in range(world_size)],
         step_times=[row["ts"] for row in rows],
         slack_texts=[],
         incidents=[{}] * num_incidents,
@@ -194,16 +198,16 @@ def _pretrain(seed: int, folder: Path) -> None:
 
 def _rank(fault: str, settings: dict[str, Any]) -> None:
     own = Settings(**settings)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{own.work / 'rendezvous'}", rank=own.rank, world_size=own.world_size
-    )
+    if own.world_size > 1:
+        place = f"file://{own.work / 'rendezvous'}"
+        dist.init_process_group("gloo", init_method=place, rank=own.rank, world_size=own.world_size)
     train(own, Brief(named(fault, own.seed, own.world_size, own.work / "judge")))  # type: ignore[arg-type]
     os._exit(0)  # the groups' threads would outlive the interpreter
 
 
-def _judge(folder: Path) -> None:
+def _judge(folder: Path, world_size: int) -> None:
     torch.set_num_threads(1)
-    testimony = read(folder, WORLD_SIZE)
+    testimony = read(folder, world_size)
     (folder / TRUTH).write_text(json.dumps(None if testimony is None else verdict_on(testimony)))
 
 

@@ -130,3 +130,19 @@ class Finding(Part):
     sequence_view: SequenceView | None = None
     shares_by_sequence: tuple[tuple[int, int, int, float], ...] = ()
     cost: Cost
+
+
+def without_text(finding: Finding) -> Finding:
+    """The finding without text of prompts and answers and without names of samples: places, ids and numbers remain."""
+    view = finding.sequence_view
+    return finding.model_copy(
+        update={
+            "culprits": tuple(_bare(culprit) for culprit in finding.culprits),
+            "origins": tuple(_bare(culprit) for culprit in finding.origins),
+            "sequence_view": None if view is None else view.model_copy(update={"token_texts": ()}),
+        }
+    )
+
+
+def _bare(culprit: Culprit) -> Culprit:
+    return culprit.model_copy(update={"token_text": None, "uid": None})

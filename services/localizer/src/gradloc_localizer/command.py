@@ -8,6 +8,7 @@ from rich.console import Console
 
 from gradloc_localizer.report import report
 from gradloc_localizer.terminal import EXIT_REJECTED, progress_bar
+from gradloc_proto.finding import without_text
 
 WHOLE_SEQUENCE = 131_072  # positions of a page: more than people read, less than a browser minds
 
@@ -26,6 +27,7 @@ WHOLE_SEQUENCE = 131_072  # positions of a page: more than people read, less tha
     type=click.Path(dir_okay=False, writable=True, path_type=Path),
     help="Write the finding there as one self-contained page as well.",
 )
+@click.option("--redact", is_flag=True, help="Leave out the text of tokens and the names of samples, everywhere.")
 @click.option("--json", "as_json", is_flag=True, help="Print the finding as one line of JSON.")
 @click.option(
     "--limit", type=click.FloatRange(min=0, min_open=True), help="Norm to explain; the snapshot's own if not given."
@@ -46,6 +48,7 @@ def localize(
     snapshot: str,
     strategy: str,
     html: Path | None,
+    redact: bool,
     as_json: bool,
     limit: float | None,
     factories: tuple[str, ...],
@@ -70,6 +73,8 @@ def localize(
                 num_positions=WHOLE_SEQUENCE if html is not None else None,
             )
             manifest, finding = explain(snapshot, options, on_progress)
+        if redact:
+            finding = without_text(finding)
         if html is not None:
             from gradloc_localizer.html_report import html_report
 

@@ -16,6 +16,7 @@ import jinja2
 import numpy as np
 import numpy.typing as npt
 
+from gradloc_localizer.history import Comparison, Episode
 from gradloc_proto.messages import Finding
 
 NUM_LEVELS = 9  # shades of a token or a cell
@@ -57,6 +58,22 @@ def html_report(finding: Finding, *, run_id: str = "", where: str = "") -> str:
         percent=_percent,
         levels=range(1, NUM_LEVELS + 1),
     )
+
+
+def history_page(history: Comparison) -> str:
+    """The findings of runs over time, one page."""
+    return _ENVIRONMENT.get_template("history.html").render(
+        history=history, number=_number, span=span, levels=range(1, NUM_LEVELS + 1)
+    )
+
+
+def span(one: Episode) -> str:
+    """First to last step, with the attempt where that is not the first."""
+
+    def named(at: tuple[int, int]) -> str:
+        return f"{at[1]:,}" if at[0] == 0 else f"{at[1]:,} (attempt {at[0]})"
+
+    return named(one.first) if one.first == one.last else f"{named(one.first)} to {named(one.last)}"
 
 
 def _tokens(finding: Finding) -> Iterator[_Token]:

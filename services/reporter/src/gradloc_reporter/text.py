@@ -9,7 +9,8 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from gradloc_proto.messages import Cause, Culprit, Finding, Flag, SequenceView, Spike
+from gradloc_proto.finding import without_text
+from gradloc_proto.messages import Cause, Culprit, Finding, Flag, Spike
 from gradloc_proto.rules import is_about_gradient
 from gradloc_reporter.figures import factor, number, percent, token_text, visible
 
@@ -68,21 +69,12 @@ class Telling:
 def redacted(finding: Finding) -> Finding:
     """`finding` without any text of prompts or answers: only places, ids and numbers remain."""
 
-    def bare(culprit: Culprit) -> Culprit:
-        return culprit.model_copy(update={"token_text": None, "uid": None})
-
     def quiet(cause: Cause) -> Cause:
         numbers = {key: value for key, value in cause.evidence.items() if not isinstance(value, str)}
         return cause.model_copy(update={"summary": "", "evidence": numbers})
 
-    view: SequenceView | None = finding.sequence_view
-    return finding.model_copy(
-        update={
-            "summary": "",
-            "culprits": tuple(bare(culprit) for culprit in finding.culprits),
-            "causes": tuple(quiet(cause) for cause in finding.causes),
-            "sequence_view": None if view is None else view.model_copy(update={"token_texts": ()}),
-        }
+    return without_text(finding).model_copy(
+        update={"summary": "", "causes": tuple(quiet(cause) for cause in finding.causes)}
     )
 
 
