@@ -18,7 +18,7 @@ from gradloc.snapshot import open_snapshot
 from gradloc.whatif import Change, Coefficients, WhatIf
 from gradloc_localizer.asked import Asked, Drop
 from gradloc_localizer.driver import Options, facts_of, rebuilt
-from gradloc_proto.codec import plain_number
+from gradloc_proto.codec import plain
 from gradloc_proto.messages import Finding
 
 AS_IT_IS = "as it is"
@@ -40,7 +40,7 @@ class Foretold:
 
     def as_dict(self) -> dict[str, Any]:
         """For strict JSON: numbers that are not finite as the strings that messages use."""
-        told: dict[str, Any] = _plain(
+        told: dict[str, Any] = plain(
             {
                 "step": self.step,
                 "limit": self.limit,
@@ -158,11 +158,3 @@ def _places(batches: Sequence[PlacedBatch], drop: Drop) -> list[tuple[int, int, 
     if not first <= drop.token < first + num_columns:
         raise ValueError(f"nothing to drop at {drop}: its answer has tokens {first} to {first + num_columns - 1}")
     return [(index, drop.sequence, drop.token - first)]
-
-
-def _plain(value: object) -> Any:
-    if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    return plain_number(value) if isinstance(value, float) else value

@@ -14,7 +14,8 @@ from rich.text import Text
 from gradloc_localizer.history import Comparison, RunHistory, compare
 from gradloc_localizer.history_sources import Reporter, SourceRejected, from_file
 from gradloc_localizer.html_report import history_page, span
-from gradloc_localizer.terminal import EXIT_REJECTED, finite
+from gradloc_localizer.terminal import EXIT_REJECTED
+from gradloc_proto.codec import plain
 
 TOKEN_VARIABLE = "GRADLOC_TOKEN"
 
@@ -53,7 +54,7 @@ def history(runs: tuple[str, ...], reporter: str | None, html: Path | None, as_j
     except OSError as error:
         _refuse(f"{error.filename}: {error.strerror}")
     if as_json:
-        click.echo(json.dumps(finite(asdict(told))))
+        click.echo(json.dumps(plain(asdict(told))))
     else:
         Console().print(_text(told))
 
