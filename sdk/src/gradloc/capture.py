@@ -169,13 +169,17 @@ def _summarize_one(index: int, one: MicroBatch, grad_factor: float) -> torch.Ten
     at = torch.argmax(size_BR) if size_BR.numel() else torch.zeros((), dtype=torch.int64, device=size_BR.device)
     width = max(one.logp_BR.shape[1], 1)
     probability_BR = one.logp_BR.double().exp()
-    energy = (coefficient_BR.square() * 2 * (1 - probability_BR).square())[mask_BR].sum()
+    unused_BR = ~mask_BR
+    energy = (coefficient_BR.square() * 2 * (1 - probability_BR).square()).masked_fill(unused_BR, 0.0).sum()
     nan = torch.full((), math.nan, dtype=torch.float64, device=size_BR.device)
     ratio_max, ratio_min, row_max = nan, nan, nan
-    if one.rollout_logp_BR is not None and mask_BR.any():
-        log_ratio_BR = (one.logp_BR.double() - one.rollout_logp_BR.double()).masked_fill(~mask_BR, 0.0)
-        ratio_max, ratio_min = log_ratio_BR[mask_BR].max(), log_ratio_BR[mask_BR].min()
-        row_max = log_ratio_BR.sum(dim=1).max()
+    if one.rollout_logp_BR is not None and mask_BR.numel():
+        # Without asking the device whether any token is used, which would wait for it.
+        known = mask_BR.any()
+        log_ratio_BR = one.logp_BR.double() - one.rollout_logp_BR.double()
+        ratio_max = torch.where(known, log_ratio_BR.masked_fill(unused_BR, -math.inf).max(), nan)
+        ratio_min = torch.where(known, log_ratio_BR.masked_fill(unused_BR, math.inf).min(), nan)
+        row_max = torch.where(known, log_ratio_BR.masked_fill(unused_BR, 0.0).sum(dim=1).max(), nan)
     return torch.stack(
         [
             mask_BR.sum().double(),

@@ -15,6 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from gradloc.layers import layer_key
+from gradloc.model_record import sharded_dtype
 from gradloc.perturbation import Perturbation
 from gradloc.policy import ActivePart, Meter, PlacedBatch, Policy, active_part, cut, place
 from gradloc.replay import Gradient, coefficients_of
@@ -86,7 +87,7 @@ class Work:
         modes = [(part, part.training) for part in module.modules()]
         num_tokens = sum(one.batch.ids_BT.numel() for one in placed)
         try:
-            policy = Policy(module, Meter(num_tokens), autocast_dtype=autocast_dtype, grid=_sharded_grid(module))
+            policy = Policy(module, Meter(num_tokens), autocast_dtype=autocast_dtype, grid=sharded_dtype(module))
         finally:
             _set_modes(modes)
         passes = [
@@ -210,16 +211,6 @@ def _local(tensor: Tensor | None) -> Tensor:
     assert tensor is not None
     tensor = tensor.detach()
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def _sharded_grid(module: nn.Module) -> torch.dtype | None:
-    """FSDP2's number format for parameters in forward passes, where its mixed precision sets one."""
-    for part in module.modules():
-        if isinstance(part, FSDPModule):
-            policy = getattr(part._get_fsdp_state(), "_mp_policy", None)
-            dtype: torch.dtype | None = getattr(policy, "param_dtype", None)
-            return dtype
-    return None
 
 
 def _set_modes(modes: Sequence[tuple[nn.Module, bool]]) -> None:

@@ -11,13 +11,17 @@ from torch.distributed.fsdp import FSDPModule
 
 @dataclass(frozen=True)
 class ModelRecord:
-    """Hugging Face config (JSON-able), class name, factory, parameter dtype and attention kernel."""
+    """Hugging Face config (JSON-able), class name, factory, parameter dtype and attention kernel.
+
+    compute_dtype: what sharded parameters are cast to for forward and backward, where that is another.
+    """
 
     config: dict[str, Any] | None
     architecture: str
     factory: str | None
     parameter_dtype: str
     attention: str | None
+    compute_dtype: str | None = None
 
     @classmethod
     def of(cls, module: torch.nn.Module, factory: str | None) -> "ModelRecord":
@@ -31,7 +35,33 @@ class ModelRecord:
             factory=factory,
             parameter_dtype=str(parameter.dtype).removeprefix("torch.") if parameter is not None else "float32",
             attention=getattr(config, "_attn_implementation", None),
+            compute_dtype=None if (dtype := sharded_dtype(module)) is None else str(dtype).removeprefix("torch."),
         )
+
+
+class AutocastSeen:
+    """A forward pre-hook that notes what training passes compute in: the loss may be made outside the region.
+
+    Knows no probe, so that a model that is pickled or copied takes along nothing of ours but this.
+    """
+
+    def __init__(self, device_type: str) -> None:
+        self.dtype: torch.dtype | None = None
+        self._device_type = device_type
+
+    def __call__(self, module: torch.nn.Module, args: object) -> None:
+        if torch.is_grad_enabled() and torch.is_autocast_enabled(self._device_type):
+            self.dtype = torch.get_autocast_dtype(self._device_type)
+
+
+def sharded_dtype(module: torch.nn.Module) -> torch.dtype | None:
+    """FSDP2's number format for parameters in forward passes, where its mixed precision sets one."""
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            policy = getattr(part._get_fsdp_state(), "_mp_policy", None)
+            dtype: torch.dtype | None = getattr(policy, "param_dtype", None)
+            return dtype
+    return None
 
 
 def _class_of(module: torch.nn.Module) -> type:

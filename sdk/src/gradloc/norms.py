@@ -42,7 +42,7 @@ class LayerNorms:
             return squares_L
         grads = [local_of(grad) for _, grad in present]
         norms = torch._foreach_norm(grads, 2)
-        norms_P = torch.stack([norm.to(torch.float64) for norm in norms]).cpu()
+        norms_P = _stacked(norms).cpu()
         for at in torch.nonzero(torch.isinf(norms_P)).flatten().tolist():
             norms_P[at] = torch.linalg.vector_norm(grads[at], dtype=torch.float64).cpu()
         picked = torch.tensor([i for i, _ in present])
@@ -70,4 +70,12 @@ def local_of(grad: torch.Tensor) -> torch.Tensor:
         grad = grad.to_local()
     if grad.is_sparse:
         grad = grad.coalesce().values()
-    return grad.detach()
+    return grad.detach() if grad.requires_grad else grad
+
+
+def _stacked(norms: tuple[torch.Tensor, ...] | list[torch.Tensor]) -> torch.Tensor:
+    """float64 [P]; one conversion for all of one format and device."""
+    first = norms[0]
+    if all(norm.dtype == first.dtype and norm.device == first.device for norm in norms):
+        return torch.stack(norms).to(torch.float64)
+    return torch.stack([norm.to(first.device, torch.float64) for norm in norms])

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from gradloc.head import Head, as_trained, scaled
 from gradloc.routing import Routing
 from gradloc.snapshot import MicroBatch
 
@@ -110,7 +111,8 @@ class Policy:
     """A causal language model whose call returns logits (Hugging Face's, or any with the same call).
 
     The model is put into eval mode: dropout is not replayed. `autocast_dtype` is the trainer's; `grid` the format that
-    the forward pass reads parameters in, where neither autocast nor the parameters tell it.
+    the forward pass reads parameters in, where neither autocast nor the parameters tell it; `head` how it makes
+    log-probabilities of hidden states.
     """
 
     def __init__(
@@ -120,12 +122,14 @@ class Policy:
         *,
         autocast_dtype: torch.dtype | None = None,
         grid: torch.dtype | None = None,
+        head: Head = "plain",
     ) -> None:
         self.model = model.eval()
         self.meter = meter
         self.routing = Routing()
         self.autocast_dtype = autocast_dtype
         self._grid = grid
+        self._head: Head = head
         self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         if not self.parameters:
             raise ValueError("the model has no trainable parameter; nothing to localize")
@@ -173,7 +177,9 @@ class Policy:
         if "logits_to_keep" in self._takes:
             inputs["logits_to_keep"] = num_positions + (1 if to_the_end else 0)
         # Without autocast's cache, which outlives a region inside another: a cached cast would hide a moved parameter.
-        with self._autocast():
+        # Dual numbers go through the model's own head: the other has no derivative of that kind.
+        head: Head = self._head if instead is None else "plain"
+        with self._autocast(), as_trained(self.model, head, self.grid):
             output = (
                 self.model(fed_BT, **inputs)
                 if instead is None
@@ -181,7 +187,7 @@ class Policy:
             )
             logits = output if isinstance(output, Tensor) else output.logits
         logits_BRV = logits[:, -num_positions - 1 : -1] if to_the_end else logits[:, -num_positions:]
-        logits_BRV = logits_BRV.to(torch.promote_types(logits_BRV.dtype, torch.float32)) / batch.temperature
+        logits_BRV = scaled(logits_BRV, batch.temperature, self._head)
         targets_BR = ids_BT[:, -num_positions:]
         self.meter.num_tokens_forward += fed_BT.numel()
         self.meter.num_forwards += 1

@@ -30,10 +30,11 @@ from gradloc import __version__
 from gradloc.agreement import METRICS, CommonView, LocalView, from_vector, to_vector
 from gradloc.capture import SUMMARY_FIELDS, Capture, summarize
 from gradloc.clipping.applied import AppliedRemedies, Remedy
+from gradloc.head import Head
 from gradloc.healthy_reference import FIRST_AFTER_STEPS, ReferencePlan
 from gradloc.inline import InlineLocalizer
 from gradloc.inline_work import SpikedStep
-from gradloc.model_record import ModelRecord, texts_of, tokenizer_json_of, unwrapped
+from gradloc.model_record import AutocastSeen, ModelRecord, texts_of, tokenizer_json_of, unwrapped
 from gradloc.norms import LayerNorms
 from gradloc.publisher import Publisher
 from gradloc.snapshot import Manifest, MicroBatch
@@ -106,7 +107,8 @@ class Probe:
     stall_s: seconds the training loop waited because of us. num_events_dropped: messages lost. finding: what
     inline mode found at the last spike that it explained, the same on every rank; findings: the last of them.
     last_step: what was measured and judged last, a spike or not. autocast_dtype: what forward passes compute in,
-    where `tokens` was called inside an autocast region; whoever knows better may set it.
+    where the model or `tokens` was called inside an autocast region; whoever knows better may set it. head: how the
+    trainer makes log-probabilities of hidden states (`gradloc.head`), for whoever knows.
     """
 
     def __init__(
@@ -139,6 +141,9 @@ class Probe:
         self.step = first_step
         self.last_step: SpikedStep | None = None
         self.autocast_dtype: torch.dtype | None = None
+        self._autocast_seen = AutocastSeen(next((p.device.type for p in model.parameters()), "cpu"))
+        model.register_forward_pre_hook(self._autocast_seen)
+        self.head: Head = "plain"
         self._module = unwrapped(model)
         self._optimizer = optimizer
         self._record = ModelRecord.of(self._module, model_factory)
@@ -224,6 +229,8 @@ class Probe:
         """
         if torch.is_autocast_enabled(logp.device.type):
             self.autocast_dtype = torch.get_autocast_dtype(logp.device.type)
+        elif self.autocast_dtype is None:
+            self.autocast_dtype = self._autocast_seen.dtype
         try:
             # First, so that the capture sees the coefficients that the step really uses.
             self._remedies.before_backward(logp, mask, rollout_logp)
@@ -448,6 +455,8 @@ class Probe:
             tied_weights=tied,
             parameter_dtype=self._record.parameter_dtype,
             attention=self._record.attention,
+            compute_dtype=self._record.compute_dtype,
+            head=self.head,
             autocast_dtype=None if self.autocast_dtype is None else str(self.autocast_dtype).removeprefix("torch."),
             training_mode=self._module.training,
             versions={"gradloc": __version__, "torch": torch.__version__},

@@ -15,7 +15,8 @@ from gradloc_proto.messages import Limits, LimitsChanged, Message, RunEnded, Run
 
 QUEUE_LENGTH_MAX = 4_096  # more than an hour at one step a second
 BATCH_LENGTH_MAX = 256
-POLL_INTERVAL_S = 0.2  # a limit is at most this old when Redis answers
+POLL_INTERVAL_S = 0.2  # between two looks for limits and wishes while messages go; a look costs half a millisecond
+IDLE_INTERVAL_S = 1.0  # and while none do
 BACKOFF_MAX_S = 5.0
 CLOSE_TIMEOUT_S = 5.0
 # A detector tells limits at latest every 32 steps: after twice as many without any, nobody watches the run.
@@ -85,10 +86,11 @@ class Publisher:
     def _run(self) -> None:
         backoff_s = 0.1
         batch: list[Message] = []
+        poll_at = 0.0
         while True:
             with self._changed:
                 if not batch and not self._queue and not self._closing:
-                    self._changed.wait(timeout=POLL_INTERVAL_S)
+                    self._changed.wait(timeout=IDLE_INTERVAL_S)
                 if self._closing and not self._queue and not batch:
                     return
                 while self._queue and len(batch) < BATCH_LENGTH_MAX:
@@ -99,7 +101,9 @@ class Publisher:
                 with self._changed:
                     batch, self._num_in_flight, self._down = [], 0, False
                     self._changed.notify_all()
-                self._poll()
+                if time.monotonic() >= poll_at:
+                    self._poll()
+                    poll_at = time.monotonic() + POLL_INTERVAL_S
                 self._look_for_a_watcher()
                 backoff_s = 0.1
             except BusUnavailable as error:

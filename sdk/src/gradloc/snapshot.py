@@ -122,6 +122,8 @@ class Manifest(_Document):
     tied_weights: dict[str, str] = {}
     parameter_dtype: str = "float32"
     autocast_dtype: str | None = None
+    compute_dtype: str | None = None  # that sharded parameters are cast to for forward and backward
+    head: Literal["plain", "wide", "scaled"] = "plain"
     attention: str | None = None
     training_mode: bool = True
     loss_scale: float = 1.0

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -117,7 +118,7 @@ def policy_of(snapshot: Snapshot) -> tuple[Policy, tuple[Any, ...]]:
     batches = place([(snapshot.micro_batches(part.rank), part.grad_factor) for part in manifest.parts])
     autocast = None if manifest.autocast_dtype is None else getattr(torch, manifest.autocast_dtype)
     tokens = sum(one.batch.ids_BT.numel() for one in batches)
-    return Policy(build_model(snapshot), Meter(tokens), autocast_dtype=autocast), batches
+    return Policy(build_model(snapshot), Meter(tokens), autocast_dtype=autocast, head=manifest.head), batches
 
 
 def cosine(own: dict[str, Tensor], other: dict[str, Tensor]) -> float:
@@ -195,3 +196,9 @@ def every_snapshot() -> Callable[[Any, Any], None]:
             self.attachment.probe._writer.close()
 
     return lambda attachment, trainer: trainer.add_callback(Wait(attachment))
+
+
+@pytest.fixture
+def tools() -> Any:
+    """`policy_of` and `cosine`, for tests that bring a loop of their own."""
+    return SimpleNamespace(policy_of=policy_of, cosine=cosine)

@@ -160,6 +160,7 @@ def numbers_of_snapshot(snapshot: Snapshot, model: nn.Module, *, seed: int = 0) 
         model,
         Meter(sum(one.batch.ids_BT.numel() for one in batches)),
         autocast_dtype=_DTYPES.get(manifest.autocast_dtype or ""),
+        head=manifest.head,
     )
     coefficients = coefficients_of(batches)
     torch.manual_seed(seed)

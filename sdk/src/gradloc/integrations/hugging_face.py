@@ -208,6 +208,7 @@ class Attachment:
                 if isinstance(entropy_BR, Tensor) and entropy_BR.requires_grad:
                     facts["entropy"] = standing_in(entropy_BR, mask_BR)
                 logp_BR = standing_in(logp_BR, mask_BR)
+                self.probe.head = "wide"
                 self._tokens(logp_BR, ids_BT, facts.pop("mask", mask_BR), **known, **facts)
             elif getattr(output, "logits", None) is not None:
                 changes = bool(self._arguments.get("remedies"))

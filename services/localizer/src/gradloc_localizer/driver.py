@@ -91,7 +91,7 @@ def rebuilt(
     _check_ids(snapshot, model, batches)
     meter = Meter(sum(placed.batch.ids_BT.numel() for placed in batches))
     autocast = None if manifest.autocast_dtype is None else dtype_of(manifest.autocast_dtype)
-    return Policy(model, meter, autocast_dtype=autocast), batches
+    return Policy(model, meter, autocast_dtype=autocast, head=manifest.head), batches
 
 
 def facts_of(manifest: Manifest, limit: float | None = None) -> StepFacts:

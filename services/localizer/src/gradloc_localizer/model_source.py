@@ -43,9 +43,18 @@ def build_model(snapshot: Snapshot, *, allowed_factories: Collection[str] = (), 
     model = _empty_model(manifest, allowed_factories, weights)
     _check_fit(model, weights, manifest)
     model.load_state_dict(weights, strict=False)
+    if manifest.compute_dtype is not None:
+        _cast_parameters(model, dtype_of(manifest.compute_dtype))
     if not any(parameter.requires_grad for parameter in model.parameters()):
         model.requires_grad_(True)
     return model.to(device)
+
+
+def _cast_parameters(model: nn.Module, dtype: torch.dtype) -> None:
+    """As FSDP2's mixed precision does it: buffers stay what they are."""
+    for parameter in model.parameters():
+        if parameter.is_floating_point():
+            parameter.data = parameter.data.to(dtype)
 
 
 def _empty_model(manifest: Manifest, allowed_factories: Collection[str], weights: Weights) -> nn.Module:
