@@ -311,6 +311,57 @@ def test_the_run_page_draws_norm_limit_and_spikes(kit: Any, told: Any, bus: Memo
     assert 'class="limit" d="M' in html and "nan" not in html.split('class="norm" d="')[1].split('"')[0]
 
 
+def test_the_origin_is_marked_in_the_sequence_and_the_proof_shows_both_norms(
+    kit: Any, told: Any, bus: MemoryBus, url: str
+) -> None:
+    proof = m.Certificate(
+        grad_norm=640, norm_without=620, limit=1.64, holds=False, num_culprits=1, norm_without_relossed=1.35
+    )
+    opened = told.opened()
+    origin = kit.a_culprit(token=300, token_text=" so", ratio=1.6e5)
+    kit.tell(bus, told.started(), opened, told.finished(opened.incident_id, certificate=proof, origins=(origin,)))
+    html = shown(kit, f"{url}/incidents/{opened.incident_id}", "How sure")
+    assert html.count('origin" title="token 300 ') == 1 and "its ratio weighs the others" in html
+    assert "And without their ratios" in html and "it would be 1.35" in html
+    assert '<tr class="origin">' in html and "The last row is the origin" in html
+
+
+@pytest.mark.parametrize(
+    ("page", "linked"),
+    [
+        ("https://wandb.ai/team/project/runs/x?a=1&b=2", "https://wandb.ai/team/project/runs/x?a=1&amp;b=2"),
+        ("http://mlflow.local:5000/#/experiments/1/runs/2", "http://mlflow.local:5000/#/experiments/1/runs/2"),
+        ("javascript:alert(1)", None),
+        ("//evil.example/x", None),
+        ("https://", None),
+        ("http://[::1", None),
+        ("trackio", None),
+    ],
+)
+def test_the_runs_own_page_is_linked_where_it_is_an_address_of_the_web(
+    kit: Any, told: Any, bus: MemoryBus, url: str, page: str, linked: str | None
+) -> None:
+    opened = told.opened()
+    kit.tell(bus, told.started(labels={"page": page}), opened)
+    for address in (f"{url}/incidents/{opened.incident_id}", f"{url}/runs/{told.run_id}"):
+        html = shown(kit, address, told.run_id)
+        hrefs = {part.split('"')[0] for part in html.split('href="')[1:]}
+        outside = {each for each in hrefs if not each.startswith(("/", "#")) or each.startswith("//")}
+        assert outside == (set() if linked is None else {linked})
+
+
+def test_what_was_never_seen_before_is_one_sentence(kit: Any, told: Any, bus: MemoryBus, url: str) -> None:
+    first, again = told.opened(), kit.Told(run_id="again", ts=told.ts + 10)
+    kit.tell(bus, told.started(), first, told.finished(first.incident_id))
+    address = f"{url}/incidents/{first.incident_id}"
+    html = shown(kit, address, "How sure")
+    assert "Neither its token nor" in html and "seen here only" not in html and "times in" not in html
+    second = again.opened()
+    kit.tell(bus, again.started(), second, again.finished(second.incident_id))
+    html = shown(kit, address, "times in")
+    assert "seen 2 times in 2 runs" in html and "Neither its token" not in html
+
+
 @pytest.mark.parametrize("verdict", m.VERDICTS)
 @pytest.mark.parametrize("bad", [math.nan, math.inf, 0.0, None])
 def test_every_verdict_has_a_page_even_with_odd_numbers_or_no_parts(

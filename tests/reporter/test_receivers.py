@@ -7,6 +7,8 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -21,7 +23,11 @@ from gradloc_proto import messages as m
 from gradloc_proto.memory_bus import MemoryBus
 from gradloc_reporter import Reporter
 from gradloc_reporter.command import notify_test
+from gradloc_reporter.notices.alertmanager import Alertmanager
 from gradloc_reporter.routes import Receiver, read_receivers
+from gradloc_reporter.store.engine import Database
+from gradloc_reporter.store.fold import Fold
+from gradloc_reporter.store.queries import Queries
 
 Start = Callable[..., Reporter]
 
@@ -83,6 +89,10 @@ def receivers(text: str, **environment: str) -> tuple[Receiver, ...]:
         ("[[receivers]]\nname='a'\nkind='alertmanager'\nurl='host:9093'", "http://"),
         ("[[receivers]]\nname='a'\nkind='webhook'\nurl_env='U'\nwhen={severity=3}", "when must be a table"),
         (2 * "[[receivers]]\nname='a'\nkind='webhook'\nurl_env='U'\n", "number 2: .* unique"),
+        (
+            "".join(f"[[receivers]]\nname='{n}'\nkind='slack'\nchannel='C012'\n" for n in "ab"),
+            "number 2: its channel is that of one before",
+        ),
     ],
 )
 def test_a_file_that_cannot_be_meant_is_refused(text: str, says: str) -> None:
@@ -144,11 +154,24 @@ def test_a_silence_keeps_back_what_is_new_and_its_end_tells_it(
     kit.until(lambda: len(hook.posts), lambda count: count == 2, "told when the silence ends")
 
 
-def test_a_webhook_that_fails_is_tried_again(kit: Any, told: Any, bus: MemoryBus, start: Start, hook: Hook) -> None:
+def test_a_webhook_that_fails_is_tried_again_and_each_receivers_calls_are_counted(
+    kit: Any, told: Any, bus: MemoryBus, start: Start, hook: Hook
+) -> None:
     hook.statuses = [503, 429]
-    start(receivers=receivers("[[receivers]]\nname='a'\nkind='webhook'\nurl_env='U'", U=hook.url))
+    text = "[[receivers]]\nname='a'\nkind='webhook'\nurl_env='U'\n[[receivers]]\nname='b'\nkind='grafana'\n"
+    url = start(receivers=receivers(text + f"url='{hook.url}'\ntoken_env='U'", U=hook.url)).url
     kit.tell(bus, told.started(), told.opened())
     kit.until(lambda: len(hook.posts), lambda count: count == 3, "told after all")
+
+    def counted() -> dict[str, float]:
+        lines = [line for line in kit.ask(f"{url}/metrics").text.splitlines() if "receiver_calls_total{" in line]
+        return {line.rpartition(" ")[0].partition("{")[2]: float(line.rpartition(" ")[2]) for line in lines}
+
+    ok = 'kind="webhook",outcome="ok",receiver="a"}'
+    seen = kit.until(counted, lambda found: found[ok] == 1, "the third call is counted")
+    assert seen[ok.replace('"ok"', '"unreachable"')] == seen[ok.replace('"ok"', '"rate_limited"')] == 1
+    assert seen['kind="grafana",outcome="ok",receiver="b"}'] == 0, "what nobody called is there, at 0"
+    assert len(seen) == 10
 
 
 class Kept(MailHandler):
@@ -244,9 +267,9 @@ def test_alerts_fire_are_posted_again_grow_worse_and_end(
     assert ended["labels"] == both[1]["labels"]
 
 
-def test_a_real_alertmanager_is_told_and_the_alert_resolves(
-    kit: Any, told: Any, bus: MemoryBus, start: Start, hook: Hook, tmp_path: Path
-) -> None:
+@pytest.fixture
+def alertmanager(kit: Any, hook: Hook, tmp_path: Path) -> Iterator[str]:
+    """The address of a real one, which posts to `hook`."""
     binary = shutil.which("prometheus-alertmanager")
     if binary is None:
         pytest.skip("no prometheus-alertmanager on the PATH")
@@ -269,18 +292,76 @@ def test_a_real_alertmanager_is_told_and_the_alert_resolves(
         process = subprocess.Popen([*command, f"--web.listen-address=127.0.0.1:{port}"], stdout=log, stderr=log)
         try:
             kit.until(lambda: _ready(kit, address), bool, "Alertmanager is there")
-            start(receivers=receivers(f"[[receivers]]\nname='am'\nkind='alertmanager'\nurl='{address}'"))
-            opened = told.opened()
-            kit.tell(bus, told.started(), opened)
-            firing = kit.until(lambda: [body for _, body in hook.posts], lambda posts: len(posts) > 0, "it fires")[0]
-            assert (firing["status"], firing["commonLabels"]["incident"]) == ("firing", opened.incident_id)
-            kit.tell(bus, told.of(m.IncidentResolved, opened.incident_id, step=9, reason="calm"))
-            kit.until(
-                lambda: [body["status"] for _, body in hook.posts], lambda seen: "resolved" in seen, "it resolves"
-            )
+            yield address
         finally:
             process.terminate()
             process.wait(20)
+
+
+def test_a_real_alertmanager_is_told_and_the_alert_resolves(
+    kit: Any, told: Any, bus: MemoryBus, start: Start, hook: Hook, alertmanager: str
+) -> None:
+    start(receivers=receivers(f"[[receivers]]\nname='am'\nkind='alertmanager'\nurl='{alertmanager}'"))
+    opened = told.opened()
+    kit.tell(bus, told.started(), opened)
+    firing = kit.until(lambda: [body for _, body in hook.posts], lambda posts: len(posts) > 0, "it fires")[0]
+    assert (firing["status"], firing["commonLabels"]["incident"]) == ("firing", opened.incident_id)
+    kit.tell(bus, told.of(m.IncidentResolved, opened.incident_id, step=9, reason="calm"))
+    kit.until(lambda: [body["status"] for _, body in hook.posts], lambda seen: "resolved" in seen, "it resolves")
+
+
+@pytest.mark.parametrize("expire_s", [300.0, pytest.param(10.0, marks=pytest.mark.full)])
+def test_an_alert_that_goes_on_is_posted_again_and_expires_when_nobody_posts(
+    kit: Any, told: Any, hook: Hook, alertmanager: str, database_url: str, expire_s: float
+) -> None:
+    """A real Alertmanager: every post moves the end of the alert on. Nobody waits for the end of five minutes here."""
+    database = Database(database_url)
+    opened = told.opened()
+    with database.writing() as session:
+        fold = Fold(session)
+        fold.apply_all([told.started(), opened])
+        fold.finish()
+    poster = Alertmanager(
+        database, Queries(), alertmanager, name="am", clock=time.time, repost_s=0.2, expire_s=expire_s
+    )
+    thread = threading.Thread(target=poster.run)
+    thread.start()
+
+    def statuses() -> list[str]:
+        return [body["status"] for _, body in hook.posts]
+
+    def ends_at() -> list[datetime]:
+        found = kit.ask(f"{alertmanager}/api/v2/alerts?active=true").json
+        return [datetime.fromisoformat(each["endsAt"]) for each in found]
+
+    try:
+        kit.until(statuses, lambda seen: seen == ["firing"], "it fires")
+        (first,) = kit.until(ends_at, lambda found: len(found) == 1, "it stands")
+        kit.until(ends_at, lambda found: found[0] > first, "it stands for longer than the first post said")
+        if expire_s < 60:
+            kit.until(lambda: datetime.now(UTC), lambda now: now > first, "what the first post said is over")
+            assert ends_at()[0] > first, "and yet it stands"
+        assert statuses() == ["firing"], "nobody hears of it twice"
+    finally:
+        poster.stop()
+        thread.join(20)
+        database.close()
+    if expire_s < 60:
+        kit.until(statuses, lambda seen: seen == ["firing", "resolved"], "nobody posts: it expires")
+
+
+def test_two_alertmanagers_are_told_of_what_each_wants(
+    kit: Any, told: Any, bus: MemoryBus, start: Start, hook: Hook
+) -> None:
+    other = Hook()
+    text = "[[receivers]]\nname='{}'\nkind='alertmanager'\nurl='{}'\nwhen={{ team = '{}' }}\n"
+    start(receivers=receivers(text.format("rl", hook.url, "rl") + text.format("vision", other.url, "vision")))
+    vision = kit.Told(run_id="vision-run")
+    kit.tell(bus, told.started(), told.opened(), vision.started(labels={"team": "vision"}), vision.opened())
+    for each, run in ((hook, told.run_id), (other, "vision-run")):
+        kit.until(partial(len, each.posts), bool, f"{run} is told")
+        assert {alert["labels"]["run"] for _, alerts in each.posts for alert in alerts} == {run}
+    other.close()
 
 
 def _ready(kit: Any, address: str) -> bool:

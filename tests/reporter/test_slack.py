@@ -335,7 +335,9 @@ def test_refusals_say_what_to_do_and_never_the_token(
     kit.tell(bus, told.started(), told.opened())
     kit.until(lambda: "invalid_auth; check GRADLOC_SLACK_TOKEN" in caplog.text, bool, "a line in the log")
     assert "xoxb-wrong" not in caplog.text
-    assert 'gradloc_slack_calls_total{outcome="refused"} 1.0' in kit.ask(f"{url}/metrics").text
+    shown = kit.ask(f"{url}/metrics").text
+    assert 'gradloc_receiver_calls_total{kind="slack",outcome="refused",receiver="slack"} 1.0' in shown
+    assert 'gradloc_receiver_calls_total{kind="slack",outcome="ok",receiver="slack"} 0.0' in shown, "a rise from 0"
 
 
 def test_old_incidents_are_history_when_slack_is_switched_on(

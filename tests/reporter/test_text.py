@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from gradloc_proto import messages as m
 from gradloc_reporter.figures import factor, number, percent, token_text, visible
 from gradloc_reporter.history import event_text
+from gradloc_reporter.rendering import mrkdwn, plain
 from gradloc_reporter.slack.blocks import SECTION_MAX, TEXT_MAX, blocks_of, clipped, text_of
-from gradloc_reporter.text import Story, culprit_in_short, mrkdwn, plain, tell, with_text_hidden
+from gradloc_reporter.text import Story, culprit_in_short, tell, with_text_hidden
 
 
 def story(kit: Any, finding: m.Finding | None = None, **values: Any) -> Story:
@@ -92,6 +93,24 @@ def test_a_certificate_that_does_not_hold_is_not_called_proof(kit: Any) -> None:
     assert "Even without these 3 tokens the norm is 12, over the limit 1.64" in text
 
 
+def test_an_origin_is_named_and_what_the_norm_is_without_its_ratio(kit: Any) -> None:
+    """A sequence's ratio: the culprits carry the gradient, one stale token made it large."""
+    proof = m.Certificate(
+        grad_norm=640, norm_without=620, limit=1.64, holds=False, num_culprits=9, norm_without_relossed=1.35
+    )
+    origin = kit.a_culprit(token=12, token_text=" so", token_id=77, ratio=1.6e5)
+    finding = kit.a_finding(verdict="sequence", certificate=proof, origins=(origin,))
+    text = plain(tell(story(kit, finding)))
+    assert 'Origin: rank 3 · micro-batch 0 · sequence 2 · token 12 " so" (id 77) · IS ratio 1.6e5' in text
+    assert "Without the gradient of these 9 sequences alone the norm is 620, over the limit 1.64." in text
+    assert "Had the origin's ratio left the loss too, it would be 1.35." in text and "not the whole" not in text
+    same = proof.model_copy(update={"norm_without": 1.34, "holds": True})
+    text = plain(tell(story(kit, kit.a_finding(certificate=same))))
+    assert "left the loss" not in text, "two counterfactuals that agree are one"
+    odd = proof.model_copy(update={"norm_without_relossed": math.nan})
+    assert "it would be NaN" in plain(tell(story(kit, kit.a_finding(certificate=odd))))
+
+
 def test_several_culprits_are_listed_and_the_rest_counted(kit: Any) -> None:
     culprits = tuple(kit.a_culprit(token=index, share=0.2) for index in range(5))
     lines = plain(tell(story(kit, kit.a_finding(culprits=culprits, share=0.99)))).splitlines()
@@ -148,6 +167,7 @@ def test_direction_overrides_are_spelled_out() -> None:
 def test_redaction_leaves_no_text_of_prompts(kit: Any) -> None:
     finding = kit.a_finding(
         culprits=(kit.a_culprit(token_text="SECRET", uid="SECRET"),),
+        origins=(kit.a_culprit(token_text="SECRET", uid="SECRET"),),
         causes=(m.Cause(name="mismatch", confidence="high", summary="SECRET", evidence={"t": "SECRET", "n": 2.0}),),
         summary="SECRET",
         sequence_view=m.SequenceView(

@@ -161,6 +161,7 @@ class SnapshotAnswer(Part):
     num_bytes: int | None
     weights: str | None
     failure: str | None
+    removed_at: float | None = None  # by the reporter's retention
 
 
 class EventAnswer(Part):

@@ -18,7 +18,14 @@ from gradloc_proto.redis_bus import RedisBus
 from gradloc_reporter.access import Scope, Tokens, new_token, read_tokens, token_entry
 from gradloc_reporter.reporter import Reporter, notified
 from gradloc_reporter.routes import Receiver, read_receivers
-from gradloc_reporter.settings import DEFAULT_DATABASE, DEFAULT_PORT, SLACK_URL, Settings, slack_settings
+from gradloc_reporter.settings import (
+    DEFAULT_DATABASE,
+    DEFAULT_PORT,
+    SLACK_URL,
+    Settings,
+    SnapshotSettings,
+    slack_settings,
+)
 
 Found = TypeVar("Found")
 log = logging.getLogger("gradloc_reporter")
@@ -57,6 +64,27 @@ BAD_INPUT = 2
     help="Thin older steps to a tenth, extremes and spikes kept; 0: never.",
 )
 @click.option(
+    "--snapshots",
+    "snapshots_url",
+    envvar="GRADLOC_SNAPSHOTS_URL",
+    metavar="URL",
+    help="The trainers' store: remove snapshots that nobody needs; without it none.",
+)
+@click.option(
+    "--keep-snapshots-days",
+    default=30.0,
+    show_default=True,
+    metavar="DAYS",
+    help="With --snapshots: how long after their incident was over.",
+)
+@click.option(
+    "--snapshots-quota-gb",
+    default=0.0,
+    show_default=True,
+    metavar="GB",
+    help="With --snapshots: remove earlier what takes more, but nothing that is open or pinned; 0: no quota.",
+)
+@click.option(
     "--rate-limit",
     default=50.0,
     show_default=True,
@@ -80,6 +108,9 @@ def reporter(
     tokens_file: str | None,
     receivers_file: str | None,
     keep_steps_days: float,
+    snapshots_url: str | None,
+    keep_snapshots_days: float,
+    snapshots_quota_gb: float,
     rate_limit: float,
     whatif_url: str | None,
     redact_tokens: bool,
@@ -106,6 +137,7 @@ def reporter(
             slack=slack,
             receivers=receivers,
             keep_steps_days=keep_steps_days,
+            snapshots=_snapshots(snapshots_url, keep_snapshots_days, snapshots_quota_gb),
             rate_limit_per_s=rate_limit or None,
             whatif_url=whatif_url,
             whatif_token=os.environ.get("GRADLOC_WHATIF_TOKEN") or None,
@@ -120,6 +152,12 @@ def reporter(
         click.echo(f"gradloc reporter: {error}", err=True)
         sys.exit(BAD_INPUT)
     sys.exit(_serve(service, bus))
+
+
+def _snapshots(url: str | None, keep_days: float, quota_gb: float) -> SnapshotSettings | None:
+    if not 0 <= quota_gb < 1e9:
+        raise ValueError("--snapshots-quota-gb must be 0 (no quota) or a number of gigabytes")
+    return None if not url else SnapshotSettings(url, keep_days, round(quota_gb * 1e9) or None)
 
 
 def _tokens(file: Path) -> Tokens:

@@ -1,11 +1,17 @@
-"""Keeps the database small: thins old steps, a stretch at a time, beside everything else."""
+"""Keeps database and store small, beside everything else: thins old steps, removes snapshots that nobody needs."""
 
 import logging
 import threading
+from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
-from gradloc_reporter.store import DBAPIError, retention
+from gradloc_reporter.settings import SnapshotSettings
+from gradloc_reporter.snapshot_rules import Place, plan
+from gradloc_reporter.snapshot_store import SnapshotStore, StoreUnavailable, place_of
+from gradloc_reporter.store import DBAPIError, retention, snapshot_records
 from gradloc_reporter.store.engine import Database
+from gradloc_reporter.store.tables import SnapshotRow
 
 log = logging.getLogger(__name__)
 
@@ -49,3 +55,70 @@ class Keeper:
                     break
                 self._stopping.wait(PAUSE_S)
         return total
+
+
+@dataclass(slots=True)
+class SnapshotCounts:
+    """Since this process started; `num_bytes` is what the store held after the newest pass, None before it."""
+
+    removed: Counter[str] = field(default_factory=Counter)  # by reason
+    num_bytes: int | None = None
+    num_failures: int = 0
+
+
+class SnapshotKeeper:
+    """`run` until `stop`. Raises ValueError when the store's URL cannot be one."""
+
+    def __init__(self, database: Database, settings: SnapshotSettings, *, clock: Callable[[], float]) -> None:
+        self._database, self._settings, self._clock = database, settings, clock
+        self._store = SnapshotStore(settings.url)
+        self._stopping = threading.Event()
+        self.counts = SnapshotCounts()
+
+    def stop(self) -> None:
+        self._stopping.set()
+
+    def run(self) -> None:
+        while not self._stopping.is_set():
+            try:
+                removed = self.sweep_once()
+            except (DBAPIError, StoreUnavailable) as error:
+                self.counts.num_failures += 1
+                why = str(error) if isinstance(error, StoreUnavailable) else "the database does not answer"
+                log.warning("snapshots were not swept: %s; trying again in an hour", why)
+                removed = 0
+            if removed:
+                log.info("removed %d snapshots that nobody needs", removed)
+            self._stopping.wait(LOOK_S)
+
+    def sweep_once(self) -> int:
+        """Remove what the rules say; how many went. A removal that was cut short is done again by the next pass."""
+        found = self._store.found()
+        with self._database.reading() as session:  # after the look: what was told meanwhile is known
+            known = snapshot_records.known(session, _place)
+        quota = self._settings.quota_bytes
+        going = plan(found, known, now=self._clock(), keep_s=self._settings.keep_days * DAY_S, quota_bytes=quota)
+        self.counts.num_bytes = sum(each.num_bytes for each in found)
+        removed = 0
+        for each in going:
+            if self._stopping.is_set():
+                break
+            if self._is_held(each.place):
+                continue
+            self._store.remove(each.place)
+            with self._database.writing() as session:
+                snapshot_records.removed(session, each.place, each.reason, place_of=_place, now=self._clock())
+            self.counts.removed[each.reason] += 1
+            self.counts.num_bytes -= each.num_bytes
+            removed += 1
+        return removed
+
+    def _is_held(self, place: Place) -> bool:
+        """Whether somebody pinned or opened it again since the plan was made: a pass may take long."""
+        with self._database.reading() as session:
+            now = snapshot_records.known(session, _place, run_id=place.run_id).get(place)
+        return now is not None and now.held
+
+
+def _place(row: SnapshotRow) -> Place | None:
+    return place_of(row.path or "", run_id=row.run_id, attempt=row.attempt)

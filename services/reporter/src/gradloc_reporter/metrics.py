@@ -1,13 +1,14 @@
 """/metrics for Prometheus: the only door to prometheus_client.
 
 Facts are counted in the database at each scrape, so that they survive a restart; what this process
-did is counted in it. Labels are few and bounded: run, verdict, cause, stream, state. Never a
-token, a step or a text.
+did is counted in it. Labels are few and bounded: run, verdict, cause, stream, state, and receiver (at
+most fifty, named by whoever runs the reporter). Never a token, a step or a text.
 """
 
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator
+from typing import get_args
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -16,6 +17,8 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from gradloc_reporter.consumer import Consumption
+from gradloc_reporter.keeper import SnapshotCounts
+from gradloc_reporter.snapshot_rules import Reason
 from gradloc_reporter.store.engine import Database
 from gradloc_reporter.store.totals import RunTotals, finding_counts, localization_counts, run_totals
 
@@ -32,15 +35,18 @@ class ReporterMetrics(Collector):
         consumption: Consumption,
         *,
         clock: Callable[[], float],
-        slack_counts: Callable[[], dict[str, int]],
+        receiver_counts: Callable[[], dict[tuple[str, str, str], int]],
+        snapshots: SnapshotCounts | None = None,
+        quota_bytes: int | None = None,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
+        self._snapshots, self._quota_bytes = snapshots, quota_bytes
         self._database = database
         self._consumption = consumption
         self._clock = clock
         self._monotonic = monotonic
         self._started_at = monotonic()
-        self._slack_counts = slack_counts
+        self._receiver_counts = receiver_counts
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(self)
 
@@ -81,8 +87,36 @@ class ReporterMetrics(Collector):
         yield GaugeMetricFamily(
             "gradloc_reporter_bus_up", "1 while Redis answers the reporter", value=float(told.bus_answers)
         )
-        yield _counter(
-            "gradloc_slack_calls", "Calls to Slack by outcome", "outcome", sorted(self._slack_counts().items())
+        calls = CounterMetricFamily(
+            "gradloc_receiver_calls", "Calls to receivers by outcome", labels=["receiver", "kind", "outcome"]
+        )
+        for labels, count in sorted(self._receiver_counts().items()):
+            calls.add_metric(labels, count)
+        yield calls
+        yield from self._of_snapshots()
+
+    def _of_snapshots(self) -> Iterator[Metric]:
+        """Without a store to keep small the families are there, empty."""
+        told = self._snapshots
+        removed = [] if told is None else [(reason, told.removed[reason]) for reason in get_args(Reason)]
+        yield _counter("gradloc_snapshots_removed", "Snapshots removed by the reporter", "reason", removed)
+        for name, text, value in (
+            (
+                "gradloc_snapshots_bytes",
+                "Bytes of all snapshots in the store",
+                None if told is None else told.num_bytes,
+            ),
+            (
+                "gradloc_snapshots_quota_bytes",
+                "Bytes that snapshots may take",
+                None if told is None else self._quota_bytes,
+            ),
+        ):
+            yield GaugeMetricFamily(name, text, value=value)
+        yield CounterMetricFamily(
+            "gradloc_snapshot_sweeps_failed",
+            "Passes over the store that failed",
+            value=None if told is None else told.num_failures,
         )
 
 

@@ -10,7 +10,6 @@ import logging
 import socket
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from types import TracebackType
@@ -21,11 +20,11 @@ import uvicorn
 
 from gradloc_proto.bus import Bus
 from gradloc_reporter.consumer import Consumer
-from gradloc_reporter.keeper import Keeper
+from gradloc_reporter.keeper import Keeper, SnapshotKeeper
 from gradloc_reporter.matching import matches
 from gradloc_reporter.metrics import ReporterMetrics
 from gradloc_reporter.notices.alertmanager import Alertmanager, post_test_alert
-from gradloc_reporter.notices.door import Door, Notice, RateLimited, Refused, Unreachable
+from gradloc_reporter.notices.door import OUTCOMES, Door, Notice, RateLimited, Refused, Unreachable
 from gradloc_reporter.notices.mail import Mail, MailServer
 from gradloc_reporter.notices.web import GrafanaAnnotations, Webhook
 from gradloc_reporter.routes import Receiver
@@ -60,6 +59,9 @@ class Reporter:
         self._socket = _listen(settings.host, settings.port)
         try:
             self._database = Database(settings.database)
+            snapshots = (
+                None if settings.snapshots is None else SnapshotKeeper(self._database, settings.snapshots, clock=clock)
+            )
         except ValueError:
             self._socket.close()
             raise
@@ -74,11 +76,14 @@ class Reporter:
             if settings.keep_steps_days
             else None
         )
+        self._snapshots = snapshots
         self._metrics = ReporterMetrics(
             self._database,
             self._consumer.consumption,
             clock=clock,
-            slack_counts=self._slack_counts,
+            receiver_counts=self._receiver_counts,
+            snapshots=None if snapshots is None else snapshots.counts,
+            quota_bytes=None if settings.snapshots is None else settings.snapshots.quota_bytes,
         )
         self._started_at = time.monotonic()
         backend = Backend(
@@ -112,9 +117,10 @@ class Reporter:
         """Start all threads; returns when HTTP answers."""
         self._spawn("http", lambda: self._server.run(sockets=[self._socket]))
         self._spawn("consumer", self._consumer.run)
-        if self._keeper is not None:
-            self._spawn("keeper", self._keeper.run)
-        for number, each in enumerate(self._announcers):
+        for name, keeper in (("keeper", self._keeper), ("snapshot-keeper", self._snapshots)):
+            if keeper is not None:
+                self._spawn(name, keeper.run)
+        for number, (_, _, each) in enumerate(self._announcers):
             self._spawn(f"receiver-{number}", each.run)
         deadline = time.monotonic() + START_S
         while not self._server.started and not self._failed.is_set() and time.monotonic() < deadline:
@@ -127,9 +133,10 @@ class Reporter:
     def stop(self) -> None:
         """End all threads after their present work; idempotent."""
         self._consumer.stop()
-        if self._keeper is not None:
-            self._keeper.stop()
-        for each in self._announcers:
+        for keeper in (self._keeper, self._snapshots):
+            if keeper is not None:
+                keeper.stop()
+        for _, _, each in self._announcers:
             each.stop()
         self._live.close()
         self._server.should_exit = True
@@ -162,15 +169,17 @@ class Reporter:
 
     def _notice(self) -> None:
         self._live.poke()
-        for each in self._announcers:
+        for _, _, each in self._announcers:
             each.notice()
 
-    def _slack_counts(self) -> dict[str, int]:
-        """Calls to receivers by outcome; the metric's name is of the time when Slack was the only one."""
-        total: Counter[str] = Counter()
-        for each in self._announcers:
-            total.update(each.counts() if isinstance(each, Announcer) else each.counts)
-        return dict(total)
+    def _receiver_counts(self) -> dict[tuple[str, str, str], int]:
+        """Calls by receiver, its kind and outcome. What has not happened yet is 0, so that the first one is a rise."""
+        found: dict[tuple[str, str, str], int] = {}
+        for name, kind, each in self._announcers:
+            counts = each.counts
+            for outcome in sorted({*OUTCOMES, *counts}):
+                found[name, kind, outcome] = counts[outcome]
+        return found
 
     def _spawn(self, name: str, work: Callable[[], None]) -> None:
         def watched() -> None:
@@ -195,25 +204,28 @@ class Reporter:
 
 def announcers(
     database: Database, queries: Queries, settings: Settings, clock: Callable[[], float]
-) -> list[Announcer | Alertmanager]:
-    """One for each receiver: those of the options, and those of the file."""
-    found: list[Announcer | Alertmanager] = []
+) -> list[tuple[str, str, Announcer | Alertmanager]]:
+    """Name, kind and announcer of each receiver: those of the options, and those of the file."""
+    found: list[tuple[str, str, Announcer | Alertmanager]] = []
     slack = settings.slack
     interval_s = SlackSettings().interval_s if slack is None else slack.interval_s
     if slack is not None and (slack.channel is not None or slack.webhook is not None):
+        kind = "slack-webhook" if slack.channel is None else "slack"
         door: SlackChannel | Door = (
-            _channel(slack, slack.channel)
-            if slack.channel is not None
-            else SlackWebhook("webhook", slack.webhook or "")
+            SlackWebhook("webhook", slack.webhook or "") if slack.channel is None else _channel(slack, slack.channel)
         )
-        found.append(Announcer(database, queries, door, clock=clock, interval_s=interval_s))
+        found.append((kind, kind, Announcer(database, queries, door, clock=clock, interval_s=interval_s)))
     for receiver in settings.receivers:
         if receiver.kind == "alertmanager":
-            found.append(Alertmanager(database, queries, receiver.options["url"], clock=clock, when=receiver.when))
+            alerts = Alertmanager(
+                database, queries, receiver.options["url"], name=receiver.name, clock=clock, when=receiver.when
+            )
+            found.append((receiver.name, receiver.kind, alerts))
             continue
         wanted = partial(matches, receiver.when)
         door = door_of(receiver, slack)
-        found.append(Announcer(database, queries, door, wanted=wanted, clock=clock, interval_s=interval_s))
+        announcer = Announcer(database, queries, door, wanted=wanted, clock=clock, interval_s=interval_s)
+        found.append((receiver.name, receiver.kind, announcer))
     return found
 
 

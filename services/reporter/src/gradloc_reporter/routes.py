@@ -58,10 +58,16 @@ def read_receivers(text: str, environment: Mapping[str, str]) -> tuple[Receiver,
             receiver = _receiver(entry, environment)
             if any(receiver.name == other.name for other in receivers):
                 raise ValueError("its name is that of one before; each must be unique")
+            if receiver.kind == "slack" and any(_same_channel(receiver, other) for other in receivers):
+                raise ValueError("its channel is that of one before; one message an incident and channel")
         except ValueError as error:
             raise ValueError(f"[[receivers]] number {number}: {error}") from None
         receivers.append(receiver)
     return tuple(receivers)
+
+
+def _same_channel(receiver: Receiver, other: Receiver) -> bool:
+    return other.kind == "slack" and other.options["channel"] == receiver.options["channel"]
 
 
 def _receiver(entry: Any, environment: Mapping[str, str]) -> Receiver:

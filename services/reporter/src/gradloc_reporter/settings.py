@@ -26,6 +26,15 @@ class SlackSettings:
 
 
 @dataclass(frozen=True, slots=True)
+class SnapshotSettings:
+    """The store that the reporter keeps small. `quota_bytes` None: no bound but age."""
+
+    url: str
+    keep_days: float = 30.0  # after their incident was over
+    quota_bytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Settings:
     """`port` 0 takes any free one. `public_url` is what links in messages begin with. Raises ValueError."""
 
@@ -38,6 +47,7 @@ class Settings:
     receivers: tuple[Receiver, ...] = ()
     tokens: Tokens | None = None  # None: everybody may read and operate
     keep_steps_days: float = 0.0  # older steps are thinned to a tenth; 0: never
+    snapshots: SnapshotSettings | None = None  # None: the reporter removes none
     rate_limit_per_s: float | None = 50.0  # REST requests a second of one token or address; None: as many as come
     whatif_url: str | None = None  # of the what-if app
     whatif_token: str | None = field(default=None, repr=False)
@@ -49,6 +59,8 @@ class Settings:
             raise ValueError("--rate-limit must be a number above 0; leave it out for no limit")
         if not 0 <= self.keep_steps_days < math.inf:
             raise ValueError("--keep-steps-days must be 0 (for ever) or a number of days")
+        if self.snapshots is not None:
+            _check_snapshots(self.snapshots)
         if self.public_url is not None:
             _check_url("--public-url", self.public_url)
         if self.whatif_url is not None:
@@ -59,6 +71,9 @@ class Settings:
             raise ValueError(
                 "--receivers names a Slack channel but GRADLOC_SLACK_TOKEN is not set; set the bot's token"
             )
+        channels = [each.options["channel"] for each in self.receivers if each.kind == "slack"]
+        if self.slack is not None and self.slack.channel in channels:
+            raise ValueError("--slack-channel and --receivers name the same channel; expected it in one of them")
 
 
 def slack_settings(
@@ -94,6 +109,13 @@ def _check_slack(slack: SlackSettings) -> None:
             raise ValueError("GRADLOC_SLACK_WEBHOOK is not a URL; expected https://hooks.slack.com/services/...")
     elif not slack.token:
         raise ValueError("Slack needs a channel and a bot token, or a webhook")
+
+
+def _check_snapshots(snapshots: SnapshotSettings) -> None:
+    if not 0 < snapshots.keep_days < math.inf:
+        raise ValueError("--keep-snapshots-days must be a number of days above 0")
+    if snapshots.quota_bytes is not None and snapshots.quota_bytes <= 0:
+        raise ValueError("--snapshots-quota-gb must be a number above 0; leave it out for no quota")
 
 
 def _check_url(option: str, url: str) -> None:

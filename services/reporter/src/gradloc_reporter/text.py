@@ -1,7 +1,7 @@
 """What people are told of an incident, in words: the one text of Slack, the web page and `gradloc`.
 
 Pure: no I/O, no clock, no client library. A telling is a headline and labelled lines made of
-pieces; `plain` and `mrkdwn` put them together, the page lays them out itself. Text that came from
+pieces; `rendering` puts them together, the page lays them out itself. Text that came from
 outside (token texts, summaries) is made visible and cut here, and escaped where it is rendered.
 """
 
@@ -99,7 +99,7 @@ def culprit_in_short(finding: Finding | None) -> str:
         return VERDICT_NAMES[finding.verdict]
     first = finding.culprits[0]
     more = f" and {len(finding.culprits) - 1} more" if len(finding.culprits) > 1 else ""
-    return _text(_place_of(first, whole_sequence=finding.verdict in _WHOLE_ROWS)) + more
+    return text_of_pieces(_place_of(first, whole_sequence=finding.verdict in _WHOLE_ROWS)) + more
 
 
 VERDICT_NAMES = {
@@ -191,7 +191,7 @@ def _against(value: float, baseline: float | None) -> str:
 
 
 def _finding_lines(finding: Finding, limit: float | None) -> list[Line]:
-    lines = _culprit_lines(finding)
+    lines = _culprit_lines(finding) + _origin_lines(finding)
     sentences = []
     if finding.causes:
         cause = finding.causes[0]
@@ -221,9 +221,34 @@ def certificate_text(finding: Finding) -> str:
     count = certificate.num_culprits
     what = f"this {noun}" if count == 1 else f"these {count:,} {noun}s"
     norm, limit = number(certificate.norm_without), number(certificate.limit)
+    left = relossed_text(finding)
     if certificate.holds:
-        return f"Without {what} the norm is {norm} (limit {limit})."
-    return f"Even without {what} the norm is {norm}, over the limit {limit}: not the whole explanation."
+        return f"Without {what} the norm is {norm} (limit {limit}).{left}"
+    relossed = relossed_norm(finding)
+    if relossed is not None and relossed <= certificate.limit:
+        return f"Without the gradient of {what} alone the norm is {norm}, over the limit {limit}.{left}"
+    return f"Even without {what} the norm is {norm}, over the limit {limit}: not the whole explanation.{left}"
+
+
+RELOSSED_DIFFERS = 0.05  # relative: for losses by tokens both counterfactuals are the same, and one is enough
+
+
+def relossed_text(finding: Finding) -> str:
+    """The norm had the ratios left the loss with the tokens, as a further sentence; "" where it says no more."""
+    norm = relossed_norm(finding)
+    if norm is None:
+        return ""
+    who = ("its ratio", "the origin's ratio", "the origins' ratios")[min(len(finding.origins), 2)]
+    return f" Had {who} left the loss too, it would be {number(norm)}."
+
+
+def relossed_norm(finding: Finding) -> float | None:
+    """That norm where it differs from the masked one; None else."""
+    certificate = finding.certificate
+    norm = None if certificate is None else certificate.norm_without_relossed
+    if certificate is None or norm is None or math.isclose(norm, certificate.norm_without, rel_tol=RELOSSED_DIFFERS):
+        return None
+    return norm
 
 
 def fix_text(finding: Finding, limit: float | None) -> tuple[str, tuple[Piece, ...]] | None:
@@ -255,6 +280,21 @@ def _culprit_lines(finding: Finding) -> list[Line]:
     if verdict in ("layer", "mask", "non-finite", "group", "micro-batch", "rank", "data-source"):
         lines.append(Line("Verdict", (Piece(_verdict_sentence(finding)),)))
     return lines + _approximate(finding)
+
+
+def _origin_lines(finding: Finding) -> list[Line]:
+    """Whose ratio made the coefficients of the culprits: the cause, where they are but the contributors."""
+    if not finding.origins:
+        return []
+    told = finding.origins[:CULPRITS_TOLD_MAX]
+    lines = []
+    for origin in told:
+        ratio = "" if origin.ratio is None else f" · IS ratio {number(origin.ratio)}"
+        pieces = (*_place_of(origin, whole_sequence=False), Piece(f"{ratio} · its ratio weighs the others"))
+        lines.append(Line("Origin", pieces))
+    if len(finding.origins) > len(told):
+        lines.append(Line("", (Piece(f"and {len(finding.origins) - len(told):,} more on the incident's page"),)))
+    return lines
 
 
 def _approximate(finding: Finding) -> list[Line]:
@@ -337,7 +377,7 @@ def _sortable(value: float) -> float:
     return -math.inf if math.isnan(value) else value
 
 
-def _text(pieces: Iterable[Piece]) -> str:
+def text_of_pieces(pieces: Iterable[Piece]) -> str:
     return "".join(piece.text for piece in pieces)
 
 
@@ -347,11 +387,12 @@ DETAILS_TOLD_MAX = 10
 def details(finding: Finding) -> list[Line]:
     """The numbers behind a finding, a line each: culprits, causes with their evidence, replay, work."""
     lines = []
-    for culprit in finding.culprits[:DETAILS_TOLD_MAX]:
+    told = [("Culprit", each, finding.verdict == "sequence") for each in finding.culprits[:DETAILS_TOLD_MAX]]
+    told += [("Origin", each, False) for each in finding.origins[:DETAILS_TOLD_MAX]]
+    for label, culprit, is_row in told:
         numbers = (("IS ratio", culprit.ratio), ("log-prob.", culprit.logp), ("advantage", culprit.advantage))
         said = "".join(f" · {name} {number(value)}" for name, value in numbers if value is not None)
-        place = _place_of(culprit, whole_sequence=finding.verdict == "sequence")
-        lines.append(Line("Culprit", (*place, *_weight_of(culprit), Piece(said))))
+        lines.append(Line(label, (*_place_of(culprit, whole_sequence=is_row), *_weight_of(culprit), Piece(said))))
     for cause in finding.causes[:DETAILS_TOLD_MAX]:
         evidence = ", ".join(
             f"{visible(name, 60)} {number(value) if isinstance(value, float) else visible(str(value), 80)}"
@@ -366,42 +407,6 @@ def details(finding: Finding) -> list[Line]:
     lines.append(Line("Replay", (Piece(f"{replayed}, off by {off} (tolerance {tolerance})"),)))
     lines.append(Line("Work", (Piece(f"{number(finding.cost.steps)} steps, {number(finding.cost.seconds)} s"),)))
     return lines
-
-
-# --- rendering ---------------------------------------------------------------------------------
-
-
-def plain(telling: Telling) -> str:
-    """For terminals and logs."""
-    head = f"{telling.headline} · {telling.figures}" if telling.figures else telling.headline
-    lines = [head, *(_labelled(line, _text(line.pieces)) for line in telling.lines), telling.status, telling.url or ""]
-    return "\n".join(line for line in lines if line)
-
-
-def mrkdwn(telling: Telling) -> str:
-    """For Slack: control characters escaped, token texts as code."""
-    head = f"*{escaped(telling.headline)}*" + (f" · {escaped(telling.figures)}" if telling.figures else "")
-    return "\n".join([head, *(mrkdwn_line(line) for line in telling.lines)])
-
-
-def mrkdwn_line(line: Line) -> str:
-    label = f"*{escaped(line.label)}*" if line.label else ""
-    return _labelled(replace(line, label=label), "".join(_mrkdwn_piece(piece) for piece in line.pieces))
-
-
-def escaped(text: str) -> str:
-    """Slack's three control characters as entities; a backtick would open code, so it becomes a look-alike."""
-    return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;").replace("`", "ˋ")
-
-
-def _mrkdwn_piece(piece: Piece) -> str:
-    return f"`{escaped(piece.text)}`" if piece.code else escaped(piece.text)
-
-
-def _labelled(line: Line, text: str) -> str:
-    if not line.label:
-        return text
-    return f"{line.label} {text}" if line.label.endswith(".") else f"{line.label}: {text}"
 
 
 def with_text_hidden(story: Story) -> Story:

@@ -17,17 +17,17 @@ import orjson
 from gradloc_reporter.answers import Matcher
 from gradloc_reporter.notices.door import RateLimited, Refused, Unreachable
 from gradloc_reporter.notices.web import post_json
+from gradloc_reporter.rendering import plain
 from gradloc_reporter.store import DBAPIError, alerts
 from gradloc_reporter.store.engine import Database
 from gradloc_reporter.store.queries import Queries
-from gradloc_reporter.text import plain, tell
+from gradloc_reporter.text import tell
 
 log = logging.getLogger(__name__)
 
 REPOST_S = 60.0
 EXPIRE_S = 300.0  # a reporter that is gone for so long no longer knows whether the alert fires
 ALERTS_MAX = 500  # a storm of runs is told by those that fire already and the newest besides
-RECEIVER = "alertmanager"
 _LABEL = re.compile(r"^[A-Za-z_][A-Za-z0-9_]*$")
 
 
@@ -40,11 +40,14 @@ class Alertmanager:
         queries: Queries,
         url: str,
         *,
+        name: str,
         clock: Callable[[], float],
         when: Sequence[Matcher] = (),
         repost_s: float = REPOST_S,
+        expire_s: float = EXPIRE_S,
     ) -> None:
-        self._database, self._queries, self._clock, self._repost_s = database, queries, clock, repost_s
+        self._database, self._queries, self._clock = database, queries, clock
+        self._name, self._repost_s, self._expire_s = name, repost_s, expire_s
         self._when = when
         self._url = url.rstrip("/") + "/api/v2/alerts"
         self.counts: Counter[str] = Counter()
@@ -83,15 +86,15 @@ class Alertmanager:
         """Post every alert as it stands now; says how many."""
         now = self._clock()
         with self._database.reading() as session:
-            found = alerts.standing(session, receiver=RECEIVER, now=now, limit=ALERTS_MAX, when=self._when)
+            found = alerts.standing(session, receiver=self._name, now=now, limit=ALERTS_MAX, when=self._when)
             bodies = [body for each in found for body in self._bodies(session, each, now)]
         if not bodies:
             return 0
         with self._database.writing() as session:  # before: a crash after the post must still end what was begun
-            alerts.intend(session, found, receiver=RECEIVER, now=now)
+            alerts.intend(session, found, receiver=self._name, now=now)
         post_json(self._url, orjson.dumps(bodies), what="Alertmanager", counts=self.counts, headers={})
         with self._database.writing() as session:
-            alerts.posted(session, found, receiver=RECEIVER)
+            alerts.posted(session, found, receiver=self._name)
         return len(bodies)
 
     def _bodies(self, session: Any, alert: alerts.Alert, now: float) -> list[dict[str, Any]]:
@@ -111,7 +114,7 @@ class Alertmanager:
             ended = {"labels": labels | {"severity": alert.severity_before}, "endsAt": _rfc3339(now)}
             bodies.append(body | ended)
         if not alert.is_over:
-            fires = {"labels": labels | {"severity": alert.severity}, "endsAt": _rfc3339(now + EXPIRE_S)}
+            fires = {"labels": labels | {"severity": alert.severity}, "endsAt": _rfc3339(now + self._expire_s)}
             bodies.append(body | fires)
         return bodies
 

@@ -6,6 +6,7 @@ from typing import Literal, Protocol
 
 from gradloc_reporter.text import Telling
 
+OUTCOMES = ("ok", "rate_limited", "refused", "unreachable", "gone")  # of a call, in its door's counts
 Stage = Literal["opened", "located", "resolved"]
 
 

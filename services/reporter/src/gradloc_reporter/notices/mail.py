@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from email.message import EmailMessage
 
 from gradloc_reporter.notices.door import Notice, Refused, Stage, Unreachable
-from gradloc_reporter.text import plain
+from gradloc_reporter.rendering import plain
 
 TIMEOUT_S = 20.0
 SUBJECT_MAX = 200

@@ -9,7 +9,7 @@ import httpx
 import orjson
 
 from gradloc_reporter.notices.door import Notice, RateLimited, Refused, Stage, Unreachable
-from gradloc_reporter.text import plain
+from gradloc_reporter.rendering import plain
 
 TIMEOUT_S = 10.0
 TIME_MAX_S = 1e11  # a trainer's clock may say anything

@@ -11,6 +11,7 @@ edit: they hear of opening, finding and end, each at least once.
 import logging
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 
 from gradloc_reporter.notices.door import Door, Notice, RateLimited, Refused, Stage, Unreachable
@@ -70,8 +71,9 @@ class Announcer:
     def _who(self) -> str:
         return "Slack" if isinstance(self._door, SlackChannel) else self._door.name
 
-    def counts(self) -> dict[str, int]:
-        return dict(self._door.counts)
+    @property
+    def counts(self) -> Counter[str]:
+        return self._door.counts
 
     def notice(self) -> None:
         self._news.set()

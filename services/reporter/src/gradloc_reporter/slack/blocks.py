@@ -5,7 +5,8 @@ from typing import Any
 from slack_sdk.models.blocks import Block, ContextBlock, MarkdownTextObject, SectionBlock
 
 from gradloc_proto.messages import Finding
-from gradloc_reporter.text import Telling, details, escaped, mrkdwn, mrkdwn_line
+from gradloc_reporter.rendering import escaped, mrkdwn, mrkdwn_line
+from gradloc_reporter.text import Telling, details
 
 SECTION_MAX = 3000  # characters of a section's text
 CONTEXT_MAX = 2000

@@ -16,6 +16,7 @@ from gradloc_proto.messages import SCHEMA_VERSION, Finding, Spike
 from gradloc_reporter import answers as a
 from gradloc_reporter.downsampling import kept
 from gradloc_reporter.history import event_text
+from gradloc_reporter.rendering import plain
 from gradloc_reporter.store import fingerprints
 from gradloc_reporter.store.tables import (
     EventRow,
@@ -29,7 +30,7 @@ from gradloc_reporter.store.tables import (
     StepRow,
     SummaryRow,
 )
-from gradloc_reporter.text import Story, culprit_in_short, plain, redacted, status_text, tell
+from gradloc_reporter.text import Story, culprit_in_short, redacted, status_text, tell
 
 SPIKES_TOLD_MAX = 200  # of one incident; a storm may have thousands
 EVENTS_TOLD_MAX = 500
@@ -104,7 +105,7 @@ class Queries:
     hide_text: bool = False
     teams: frozenset[str] | None = None
 
-    renderer: ClassVar[str] = f"1/{SCHEMA_VERSION}"  # grows when an answer changes: ready-made ones are made anew
+    renderer: ClassVar[str] = f"2/{SCHEMA_VERSION}"  # grows when an answer changes: ready-made ones are made anew
 
     def _seen_run(self) -> ColumnElement[bool]:
         return true() if self.teams is None else RunRow.team.in_(sorted(self.teams))
@@ -429,7 +430,7 @@ class Queries:
                 "headline": f"{telling.headline} · {telling.figures}" if telling.figures else telling.headline,
                 "opened_at": row.opened_at,
                 "updated_at": row.updated_at,
-                "resolved_at": _over_at(row),
+                "resolved_at": over_at(row),
                 "first_step": row.first_step,
                 "last_step": row.last_step,
                 "step": None if spike is None else spike.step,
@@ -458,7 +459,8 @@ class Queries:
         )
 
 
-def _over_at(row: IncidentRow) -> float | None:
+def over_at(row: IncidentRow) -> float | None:
+    """Since when an incident is over; None while it is not."""
     if row.status != "resolved":
         return None
     return min(at for at in (row.resolved_at, row.closed_at) if at is not None)
@@ -613,6 +615,7 @@ def snapshots_of(session: Session, incident_id: str) -> tuple[a.SnapshotAnswer, 
             num_bytes=row.num_bytes,
             weights=row.weights,
             failure=row.failure,
+            removed_at=row.removed_at,
         )
         for row in session.scalars(query)
     )

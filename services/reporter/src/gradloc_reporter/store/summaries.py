@@ -14,11 +14,12 @@ from sqlalchemy.orm import Session
 
 from gradloc_proto.codec import plain_number
 from gradloc_proto.messages import Finding
+from gradloc_reporter.rendering import plain
 from gradloc_reporter.store import fingerprints
 from gradloc_reporter.store.queries import Queries, events_of, snapshots_of, spike_rows_of
 from gradloc_reporter.store.rows import upsert
 from gradloc_reporter.store.tables import FindingRow, IncidentRow, SummaryRow
-from gradloc_reporter.text import plain, redacted, tell
+from gradloc_reporter.text import redacted, tell
 
 RENDERER = Queries.renderer
 

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from gradloc_proto.messages import Certificate, Finding, Profile, SequenceView
+from gradloc_proto.messages import Certificate, Culprit, Finding, Profile, SequenceView
 from gradloc_reporter.figures import number, percent
 
 LEVELS = 9
@@ -67,6 +67,7 @@ class Token:
     level: int
     negative: bool
     culprit: bool
+    origin: bool  # its ratio weighs the others of its row
     breaks_line: bool
     title: str
 
@@ -227,9 +228,9 @@ def _step_ticks(first: int, last: int) -> tuple[Tick, ...]:
     return tuple(Tick(100 * (step - first) / span, f"{step:,}") for step in range(start, last + 1, every))
 
 
-def certificate_bars(certificate: Certificate, healthy: float | None) -> Bars:
-    """Before, after, healthy, on one log scale with the limit."""
-    values = (certificate.grad_norm, certificate.norm_without, healthy, certificate.limit)
+def certificate_bars(certificate: Certificate, healthy: float | None, relossed: float | None = None) -> Bars:
+    """Before, after, healthy, on one log scale with the limit; `relossed`: had the ratios left the loss too."""
+    values = (certificate.grad_norm, certificate.norm_without, relossed, healthy, certificate.limit)
     scaled = log_scale(values)
 
     def bar(label: str, value: float, kind: str) -> Bar:
@@ -242,6 +243,8 @@ def certificate_bars(certificate: Certificate, healthy: float | None) -> Bars:
         bar("The step as it was", certificate.grad_norm, "bad"),
         bar(what, certificate.norm_without, "good" if certificate.holds else "bad"),
     ]
+    if relossed is not None:
+        rows.append(bar("And without their ratios", relossed, "good" if relossed <= certificate.limit else "bad"))
     if healthy is not None:
         rows.append(bar("Healthy", healthy, "calm"))
     finite = scaled is not None and math.isfinite(certificate.limit)
@@ -251,9 +254,11 @@ def certificate_bars(certificate: Certificate, healthy: float | None) -> Bars:
 def tokens(view: SequenceView, finding: Finding) -> tuple[Token, ...]:
     """The tokens of a sequence, coloured by their share of the largest one in it."""
     place = (view.rank, view.micro_batch, view.sequence)
-    culprits = {
-        culprit.token for culprit in finding.culprits if (culprit.rank, culprit.micro_batch, culprit.sequence) == place
-    }
+
+    def here(told: Iterable[Culprit]) -> set[int]:
+        return {each.token for each in told if (each.rank, each.micro_batch, each.sequence) == place}
+
+    culprits, origins = here(finding.culprits), here(finding.origins)
     largest = max((abs(share) for share in view.shares if math.isfinite(share)), default=0.0)
     shown = []
     for index, (token_id, share) in enumerate(zip(view.token_ids, view.shares, strict=False)):
@@ -267,8 +272,10 @@ def tokens(view: SequenceView, finding: Finding) -> tuple[Token, ...]:
                 level=level(share, largest),
                 negative=share < 0,
                 culprit=position in culprits,
+                origin=position in origins,
                 breaks_line=known and "\n" in text,
-                title=f"token {position} · id {token_id} · {percent(share)} of the norm²",
+                title=f"token {position} · id {token_id} · {percent(share)} of the norm²"
+                + (" · its ratio weighs the others" if position in origins else ""),
             )
         )
     return tuple(shown)

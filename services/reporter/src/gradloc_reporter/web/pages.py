@@ -1,10 +1,11 @@
 """The web page: what runs and incidents look like to a person. Server-rendered, readable without script."""
 
 import math
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from hashlib import sha256
 from importlib import resources
-from urllib.parse import quote
+from urllib.parse import quote, urlsplit
 
 from fastapi import APIRouter, Response
 from jinja2 import Environment, PackageLoader, StrictUndefined
@@ -101,6 +102,7 @@ class Pages:
             layers=layers,
             ratios=drawing.chart(ratios, []),
             run=run,
+            tracker=tracker_page(run.labels),
             steps=steps,
             chart=chart,
             incidents=incidents,
@@ -127,6 +129,7 @@ class Pages:
             story = queries.story(session, incident_id)
             similar = queries.similar(session, incident_id, limit=SIMILAR_SHOWN)
             silence = silences.of_incident(session, incident_id, self._backend.clock())
+            run = None if incident is None else queries.run(session, incident.run_id)
         if incident is None or story is None or similar is None:
             raise no_such("incident", incident_id)
         finding = incident.finding
@@ -140,6 +143,7 @@ class Pages:
             live=f"/api/v1/live?incident={quote(incident_id, safe='')}",
             incident=incident,
             similar=similar,
+            tracker=None if run is None else tracker_page(run.labels),
             silence=silence,
             token_chunk=TOKEN_CHUNK,
             telling=text.tell(story),
@@ -154,7 +158,7 @@ class Pages:
             else drawing.layer_map(finding.profile, None if first is None else first.token),
             bars=None
             if finding is None or finding.certificate is None
-            else drawing.certificate_bars(finding.certificate, finding.healthy_norm),
+            else drawing.certificate_bars(finding.certificate, finding.healthy_norm, text.relossed_norm(finding)),
             certificate_text="" if finding is None else text.certificate_text(finding),
             cause_text=text.cause_text,
             verdict_names=text.VERDICT_NAMES,
@@ -195,6 +199,21 @@ def _static_version() -> str:
     for file in sorted(resources.files("gradloc_reporter.web").joinpath("static").iterdir(), key=lambda f: f.name):
         digest.update(file.read_bytes())
     return digest.hexdigest()[:12]
+
+
+def tracker_page(labels: Mapping[str, str]) -> tuple[str, str] | None:
+    """(address, host) of the run's page in its tracker: the label `page`, where it is an address of the web.
+
+    Whoever runs a trainer writes labels: no other scheme becomes a link.
+    """
+    try:
+        parts = urlsplit(labels.get("page", ""))
+        host = parts.hostname
+    except ValueError:
+        return None
+    if parts.scheme not in ("http", "https") or not host:
+        return None
+    return parts.geturl(), host
 
 
 def _moment(ts: float | None) -> datetime | None:
