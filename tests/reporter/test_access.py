@@ -12,6 +12,7 @@ from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gradloc_proto import messages as m
 from gradloc_proto.memory_bus import MemoryBus
 from gradloc_reporter import Reporter
 from gradloc_reporter.access import Tokens, Viewer, digest, new_token, read_tokens, token_entry
@@ -148,6 +149,68 @@ def test_a_team_sees_nothing_of_another_on_any_endpoint(kit: Any, bus: MemoryBus
     events = kit.ask(f"{url}/api/v1/incidents/{incidents['rl']}", headers=bearer(READER)).json["events"]
     assert {event["kind"] for event in events} == {"incident_opened", "localization_finished"}
     assert kit.ask(f"{url}/api/v1/incidents/{incidents['vision']}", headers=mine).status == 200
+
+
+# Beside these the overview, below, and the live view, which test_live.py listens to.
+LISTS = {"/api/v1/runs", "/api/v1/incidents", "/api/v1/silences", "/api/v1/audit"}
+
+
+def test_what_a_team_lists_counts_and_reads_of_what_people_did_is_its_own(
+    kit: Any, bus: MemoryBus, start: Start
+) -> None:
+    """The same spike in two teams' runs, people at work on both: each sees one incident and one team's deeds."""
+    url = start(tokens=TOKENS).url
+    mine, other = kit.Told(run_id="vision-run"), kit.Told(run_id="rl-run", ts=kit.Told().ts - 900)
+    opened, theirs = mine.opened(), other.opened()
+    kit.tell(bus, mine.started(labels={"team": "vision"}), opened, mine.finished(opened.incident_id))
+    kit.tell(bus, other.started(), theirs, other.finished(theirs.incident_id))
+    kit.tell(bus, other.of(m.IncidentResolved, theirs.incident_id, step=9, reason="calm"))
+    whole, vision = bearer(READER), bearer(VISION)
+    kit.until(
+        lambda: {each["status"] for each in kit.ask(f"{url}/api/v1/incidents", headers=whole).json["incidents"]},
+        lambda found: found == {"located", "resolved"},
+        "both incidents",
+    )
+    deeds = [f"incidents/{theirs.incident_id}/{wish}" for wish in WISHES] + ["runs/rl-run/overrides", "silences"]
+    for path in deeds:
+        body = SILENCE | {"matchers": [{"name": "run", "value": "rl-run"}]}
+        body = (WISHES | RUN_WISHES).get(path.rsplit("/", 1)[-1], body)
+        assert kit.ask(f"{url}/api/v1/{path}", "POST", body, bearer(OPERATOR)).status in (200, 201, 202), path
+    assert kit.ask(f"{url}/api/v1/silences", "POST", SILENCE, vision).status == 201
+    comment = {"by": "ida", "text": "ours"}
+    assert kit.ask(f"{url}/api/v1/incidents/{opened.incident_id}/comments", "POST", comment, vision).status == 200
+
+    def audited(headers: dict[str, str]) -> list[tuple[str, str | None]]:
+        entries = kit.ask(f"{url}/api/v1/audit?limit=200", headers=headers).json["entries"]
+        return [(entry["kind"], entry["run_id"]) for entry in entries]
+
+    everything = kit.until(
+        lambda: audited(whole),
+        lambda found: {("override_set", "rl-run"), ("relocalize_requested", "rl-run")} <= set(found),
+        "the wishes came back",
+    )
+    assert {"acknowledged", "commented", "pinned", "reopened", "silence_created"} <= {kind for kind, _ in everything}
+    assert audited(vision) == [("commented", "vision-run")]
+
+    described = kit.ask(f"{url}/api/v1/openapi.json", headers=vision).json["paths"]
+    lists = {path for path in described if "{" not in path}
+    assert lists == LISTS, "a new list: say here what a team sees of it"
+    for path in [*LISTS, "/", f"/api/v1/incidents/{opened.incident_id}/similar", f"/incidents/{opened.incident_id}"]:
+        answer = kit.ask(url + path, headers=vision)
+        assert answer.status == 200, path
+        for name in ("rl-run", theirs.incident_id, "oncall", "row removed"):
+            assert name not in answer.text, f"{path} names {name}"
+    similar = kit.ask(f"{url}/api/v1/incidents/{opened.incident_id}/similar", headers=vision).json
+    assert {each["num_incidents"] for each in similar["fingerprints"]} == {1} and similar["came_back_after"] is None
+    for found in ("token_id=13708", "cause=token-mismatch", "status=resolved", "since=1"):
+        listed = kit.ask(f"{url}/api/v1/incidents?{found}", headers=vision).json["incidents"]
+        assert {each["run_id"] for each in listed} <= {"vision-run"}, found
+    whole_silences = kit.ask(f"{url}/api/v1/silences", headers=whole).json["silences"]
+    assert len(whole_silences) == 2
+    (hidden,) = [each["silence_id"] for each in whole_silences if each["matchers"][0]["value"] == "rl-run"]
+    assert kit.ask(f"{url}/api/v1/silences/{hidden}", "DELETE", headers=vision).status == 404
+    still = kit.ask(f"{url}/api/v1/silences", headers=whole).json["silences"]
+    assert [each["active"] for each in still if each["silence_id"] == hidden] == [True]
 
 
 @dataclass
