@@ -5,6 +5,7 @@ import os
 import sqlite3
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,8 @@ TIMES = st.floats(allow_nan=True, allow_infinity=True) | st.floats(0, NOW)
 
 
 def gone(found: list[Found], known: dict[Place, Known], quota: int | None = None) -> dict[Place, str]:
-    return {each.place: each.reason for each in plan(found, known, now=NOW, keep_s=30 * DAY_S, quota_bytes=quota)}
+    going = plan(found, known, known_runs={"r"}, now=NOW, keep_s=30 * DAY_S, quota_bytes=quota)
+    return {each.place: each.reason for each in going}
 
 
 # --- the rule ----------------------------------------------------------------------------------
@@ -49,7 +51,8 @@ def gone(found: list[Found], known: dict[Place, Known], quota: int | None = None
 def test_what_is_held_or_fresh_stays_and_the_quota_takes_no_more_than_it_needs(
     found: list[Found], known: dict[Place, Known], quota: int | None
 ) -> None:
-    going = plan(found, known, now=NOW, keep_s=30 * DAY_S, quota_bytes=quota)
+    asked = partial(plan, known=known, known_runs={"a"}, now=NOW, keep_s=30 * DAY_S, quota_bytes=quota)
+    going = asked(found)
     by_place = {each.place: each for each in found}
     assert len({each.place for each in going}) == len(going) and {each.place for each in going} <= set(by_place)
     for each in going:
@@ -59,7 +62,7 @@ def test_what_is_held_or_fresh_stays_and_the_quota_takes_no_more_than_it_needs(
     left = sum(each.num_bytes for each in found) - sum(each.num_bytes for each in going)
     if for_quota:
         assert quota is not None and left + for_quota[-1].num_bytes > quota, "the last one was needed"
-    assert plan(found[::-1], known, now=NOW, keep_s=30 * DAY_S, quota_bytes=quota) == going
+    assert asked(found[::-1]) == going
 
 
 def test_age_counts_from_the_end_of_the_incident_and_an_orphans_from_its_newest_file() -> None:
@@ -74,6 +77,8 @@ def test_age_counts_from_the_end_of_the_incident_and_an_orphans_from_its_newest_
     assert gone(found, known) == {places[0]: "age", places[3]: "orphan", places[4]: "orphan"}
     young = [Found(places[4], 10, NOW - ORPHAN_S + 1), Found(places[3], 10, math.inf)]
     assert gone(young, {}) == {}
+    unknown = [Found(Place("of-another-database", 0, step), 10, NOW - age * DAY_S) for step, age in enumerate((29, 31))]
+    assert gone(unknown, {}) == {unknown[1].place: "orphan"}
 
 
 def test_the_quota_takes_what_has_been_over_for_longest_and_stops_when_it_fits() -> None:
@@ -249,7 +254,7 @@ def test_a_running_reporter_sweeps_and_shows_what_the_store_holds(
     kit: Any, told: Any, bus: MemoryBus, start: Callable[..., Reporter], tmp_path: Path
 ) -> None:
     store = tmp_path / "store"
-    snapshot(store, "forgotten/0/1", age_s=9 * DAY_S)
+    snapshot(store, "forgotten/0/1", age_s=40 * DAY_S)
     snapshot(store, "forgotten/0/2", age_s=0)
     url = start(snapshots=SnapshotSettings(f"file://{store}", quota_bytes=10**9)).url
     wanted = 'gradloc_snapshots_removed_total{reason="orphan"} 1.0'

@@ -16,6 +16,7 @@ from gradloc_reporter.store.tables import SnapshotRow
 log = logging.getLogger(__name__)
 
 LOOK_S = 3600.0
+READY_S = 0.5  # how often it is asked whether the streams were read whole
 PAUSE_S = 0.2  # between stretches: the consumer wants to write, too
 RUNS_AT_ONCE = 100
 DAY_S = 86_400.0
@@ -69,8 +70,16 @@ class SnapshotCounts:
 class SnapshotKeeper:
     """`run` until `stop`. Raises ValueError when the store's URL cannot be one."""
 
-    def __init__(self, database: Database, settings: SnapshotSettings, *, clock: Callable[[], float]) -> None:
-        self._database, self._settings, self._clock = database, settings, clock
+    def __init__(
+        self,
+        database: Database,
+        settings: SnapshotSettings,
+        *,
+        clock: Callable[[], float],
+        ready: Callable[[], bool] = lambda: True,
+    ) -> None:
+        """`ready` says whether the database knows all that was told: before that everything would seem an orphan."""
+        self._database, self._settings, self._clock, self._ready = database, settings, clock, ready
         self._store = SnapshotStore(settings.url)
         self._stopping = threading.Event()
         self.counts = SnapshotCounts()
@@ -80,6 +89,9 @@ class SnapshotKeeper:
 
     def run(self) -> None:
         while not self._stopping.is_set():
+            if not self._ready():
+                self._stopping.wait(READY_S)
+                continue
             try:
                 removed = self.sweep_once()
             except (DBAPIError, StoreUnavailable) as error:
@@ -96,8 +108,15 @@ class SnapshotKeeper:
         found = self._store.found()
         with self._database.reading() as session:  # after the look: what was told meanwhile is known
             known = snapshot_records.known(session, _place)
-        quota = self._settings.quota_bytes
-        going = plan(found, known, now=self._clock(), keep_s=self._settings.keep_days * DAY_S, quota_bytes=quota)
+            known_runs = snapshot_records.known_runs(session)
+        going = plan(
+            found,
+            known,
+            known_runs=known_runs,
+            now=self._clock(),
+            keep_s=self._settings.keep_days * DAY_S,
+            quota_bytes=self._settings.quota_bytes,
+        )
         self.counts.num_bytes = sum(each.num_bytes for each in found)
         removed = 0
         for each in going:

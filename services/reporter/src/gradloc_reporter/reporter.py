@@ -59,9 +59,7 @@ class Reporter:
         self._socket = _listen(settings.host, settings.port)
         try:
             self._database = Database(settings.database)
-            snapshots = (
-                None if settings.snapshots is None else SnapshotKeeper(self._database, settings.snapshots, clock=clock)
-            )
+            snapshots = self._snapshot_keeper(settings, clock)
         except ValueError:
             self._socket.close()
             raise
@@ -160,9 +158,21 @@ class Reporter:
             return "the database does not answer"
         if not self._consumer.consumption.bus_answers:
             return "Redis does not answer"
-        caught_up_at = self._consumer.consumption.caught_up_at
-        lag_s = time.monotonic() - (self._started_at if caught_up_at is None else caught_up_at)
+        lag_s = self._lag_s()
         return f"the streams were last read whole {lag_s:.0f} s ago" if lag_s > READY_LAG_S else None
+
+    def _snapshot_keeper(self, settings: Settings, clock: Callable[[], float]) -> SnapshotKeeper | None:
+        if settings.snapshots is None:
+            return None
+        return SnapshotKeeper(self._database, settings.snapshots, clock=clock, ready=self._is_caught_up)
+
+    def _lag_s(self) -> float:
+        caught_up_at = self._consumer.consumption.caught_up_at
+        return time.monotonic() - (self._started_at if caught_up_at is None else caught_up_at)
+
+    def _is_caught_up(self) -> bool:
+        consumption = self._consumer.consumption
+        return consumption.bus_answers and consumption.caught_up_at is not None and self._lag_s() < READY_LAG_S
 
     def _page_url(self, incident_id: str) -> str:
         return f"{self._public_url}/incidents/{quote(incident_id, safe='')}"

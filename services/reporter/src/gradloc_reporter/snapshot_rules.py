@@ -6,7 +6,7 @@ that no incident names, and, over the quota, the ones that have been over for lo
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -53,9 +53,18 @@ class Removal:
 
 
 def plan(
-    found: Iterable[Found], known: Mapping[Place, Known], *, now: float, keep_s: float, quota_bytes: int | None
+    found: Iterable[Found],
+    known: Mapping[Place, Known],
+    *,
+    known_runs: Container[str],
+    now: float,
+    keep_s: float,
+    quota_bytes: int | None,
 ) -> list[Removal]:
-    """What to remove now; by age and as orphans first, then as much as the quota asks for, the oldest first."""
+    """What to remove now; by age and as orphans first, then as much as the quota asks for, the oldest first.
+
+    Of a run that the database does not know (it may be a new database) nothing is an orphan before `keep_s`.
+    """
     going: list[Removal] = []
     staying: list[tuple[float, Found]] = []  # since when nobody needs it
     total = 0
@@ -66,7 +75,8 @@ def plan(
             continue
         over_at = each.newest_at if mine is None or mine.over_at is None else mine.over_at
         reason: Reason = "orphan" if mine is None or mine.over_at is None else "age"
-        old = now - over_at > (ORPHAN_S if reason == "orphan" else keep_s)
+        soon = reason == "orphan" and each.place.run_id in known_runs
+        old = now - over_at > (ORPHAN_S if soon else keep_s)
         if not now - each.newest_at > FRESH_S or math.isnan(over_at):
             continue
         if old:

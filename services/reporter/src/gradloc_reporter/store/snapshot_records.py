@@ -71,6 +71,10 @@ def known(session: Session, place_of: PlaceOf, *, run_id: str | None = None) -> 
     return found
 
 
+def known_runs(session: Session) -> set[str]:
+    return set(session.scalars(select(RunRow.run_id)))
+
+
 def _of_incident(incident: IncidentRow | None) -> Known:
     if incident is None:
         return Known(held=False, over_at=None)
