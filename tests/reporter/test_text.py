@@ -192,6 +192,15 @@ def test_blocks_keep_slacks_limits_whatever_the_text(kit: Any, text: str, other:
     assert len(text_of(telling)) <= TEXT_MAX
 
 
+def test_the_link_is_a_button_and_stands_in_the_text_for_clients_without_blocks(kit: Any) -> None:
+    telling = tell(story(kit, kit.a_finding()))
+    *_, last = blocks_of(telling)
+    (button,) = last["elements"]
+    assert (last["type"], button["type"], button["url"]) == ("actions", "button", telling.url)
+    assert f"<{telling.url}|Open the incident>" in text_of(telling)
+    assert [block["type"] for block in blocks_of(tell(story(kit, url=None)))] == ["section", "context"]
+
+
 def test_cutting_never_leaves_half_an_entity_or_link() -> None:
     assert clipped("ab&amp;cd", 6) == "ab…"
     assert clipped("a <http://x|y> b", 9) == "a …"

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from slack_sdk.models.blocks import Block, ContextBlock, MarkdownTextObject, SectionBlock
+from slack_sdk.models.blocks import ActionsBlock, Block, ButtonElement, ContextBlock, MarkdownTextObject, SectionBlock
 
 from gradloc_proto.messages import Finding
 from gradloc_reporter.rendering import escaped, mrkdwn, mrkdwn_line
@@ -10,6 +10,7 @@ from gradloc_reporter.text import Telling, details
 
 SECTION_MAX = 3000  # characters of a section's text
 CONTEXT_MAX = 2000
+URL_MAX = 3000  # of a button
 TEXT_MAX = 4000  # Slack's advice for the fallback text
 BLOCKS_MAX = 50
 
@@ -23,15 +24,16 @@ def text_of(telling: Telling) -> str:
 
 
 def blocks_of(telling: Telling) -> list[dict[str, Any]]:
-    """Headline and figures; what was found; where it stands and the link."""
+    """Headline and figures; what was found; where it stands; a button that is a link."""
     head = f"*{escaped(telling.headline)}*" + (f"\n{escaped(telling.figures)}" if telling.figures else "")
     blocks: list[Block] = [_section(head)]
     if telling.lines:
         blocks.append(_section("\n".join(mrkdwn_line(line) for line in telling.lines)))
-    foot = escaped(telling.status)
-    if telling.url:
-        foot += f" · <{escaped(telling.url)}|Open the incident>"
-    blocks.append(ContextBlock(elements=[MarkdownTextObject(text=clipped(foot, CONTEXT_MAX), verbatim=True)]))
+    foot = clipped(escaped(telling.status), CONTEXT_MAX)
+    blocks.append(ContextBlock(elements=[MarkdownTextObject(text=foot, verbatim=True)]))
+    if telling.url and len(telling.url) <= URL_MAX:
+        button = ButtonElement(text="Open the incident", url=telling.url, action_id="gradloc_open")
+        blocks.append(ActionsBlock(elements=[button]))
     assert len(blocks) <= BLOCKS_MAX
     return [block.to_dict() for block in blocks]
 
