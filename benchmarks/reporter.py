@@ -121,7 +121,10 @@ class Asked:
         return found.model_dump_json().encode()
 
     def measure(self, repeats: int, tenth: "Asked") -> dict[str, list[float]]:
-        """Seconds of each question, of its bare twin and of the same asked of `tenth`, one after the other."""
+        """Seconds of each question, of its bare twin and of the same asked of `tenth`.
+
+        One after the other, in another order each turn: what was asked just before has warmed the processor for it.
+        """
         found: dict[str, list[float]] = {}
         short: tuple[tuple[str, Callable[[], object]], ...] = (
             ("bare", lambda: bare.incidents(self._bare, self.before(), PAGE)),
@@ -136,9 +139,9 @@ class Asked:
             ("series", self.series),
             ("tenth_series", tenth.series),
         )
-        for questions, times in ((short, repeats), (long, max(15, repeats // 10))):
+        for questions, times in ((short, repeats), (long, max(15, repeats // 20))):
             for turn in range(times + 2):
-                for name, work in questions:
+                for name, work in self._dice.sample(questions, len(questions)):
                     seconds = timed(work)
                     if turn >= 2:  # the first two warm the pages up
                         found.setdefault(name, []).append(seconds)
@@ -235,7 +238,7 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=200)
     parser.add_argument("--steps", type=int, default=5_000_000, help="over all runs")
     parser.add_argument("--incidents", type=int, default=20_000)
-    parser.add_argument("--repeats", type=int, default=300)
+    parser.add_argument("--repeats", type=int, default=600)
     parser.add_argument("--events", type=int, default=30_000, help="taken in from Redis")
     parser.add_argument("--clients", type=int, default=200, help="live views")
     parser.add_argument("--quick", action="store_true", help="a twentieth of the history: a minute")
