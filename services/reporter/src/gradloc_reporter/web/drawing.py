@@ -9,6 +9,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from gradloc_proto.messages import Certificate, Culprit, Finding, Profile, SequenceView
 from gradloc_reporter.figures import number, percent
@@ -60,8 +61,9 @@ class Bars:
     limit_at: float | None  # per cent
 
 
-@dataclass(frozen=True, slots=True)
-class Token:
+class Token(NamedTuple):
+    """Sixteen thousand of them are a page: a named tuple is made in a third of a dataclass's time."""
+
     position: int
     text: str
     level: int

@@ -1,14 +1,16 @@
 """The web page: what runs and incidents look like to a person. Server-rendered, readable without script."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from hashlib import sha256
+from html import escape
 from importlib import resources
 from urllib.parse import quote, urlsplit
 
 from fastapi import APIRouter, Response
 from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
 
 from gradloc_reporter import answers as a
 from gradloc_reporter import figures, text
@@ -135,6 +137,7 @@ class Pages:
         finding = incident.finding
         view = None if finding is None else finding.sequence_view
         first = finding.culprits[0] if finding is not None and finding.culprits else None
+        tokens = () if view is None or finding is None else drawing.tokens(view, finding)
         busy = incident.status in ("open", "localizing")
         attempts = [each for each in incident.findings if each.localization_attempt == incident.localization_attempt]
         return self._render(
@@ -145,14 +148,14 @@ class Pages:
             similar=similar,
             tracker=None if run is None else tracker_page(run.labels),
             silence=silence,
-            token_chunk=TOKEN_CHUNK,
             telling=text.tell(story),
             story=story,
             finding=finding,
             attempt=attempts[0] if attempts else None,
             factor=None if incident.grad_norm is None else figures.factor(incident.grad_norm, incident.healthy_norm),
             chain=() if finding is None else drawing.chain(finding),
-            tokens=() if view is None or finding is None else drawing.tokens(view, finding),
+            tokens=tokens,
+            tokens_html=tokens_html(tokens),
             map=None
             if finding is None or finding.profile is None
             else drawing.layer_map(finding.profile, None if first is None else first.token),
@@ -199,6 +202,23 @@ def _static_version() -> str:
     for file in sorted(resources.files("gradloc_reporter.web").joinpath("static").iterdir(), key=lambda f: f.name):
         digest.update(file.read_bytes())
     return digest.hexdigest()[:12]
+
+
+def tokens_html(tokens: Sequence[drawing.Token]) -> Markup:
+    """The tokens as marked spans, in chunks where there are many: a template's loop takes several times as long."""
+    spans = []
+    for token in tokens:
+        marks = f" h{token.level}" if token.level else ""
+        marks += " neg" if token.negative else ""
+        marks += " culprit" if token.culprit else ""
+        marks += " origin" if token.origin else ""
+        name = f'id="token-{token.position}" ' if token.culprit else ""
+        end = "</span><br>" if token.breaks_line else "</span>"
+        spans.append(f'<span {name}class="tok{marks}" title="{escape(token.title)}">{escape(token.text)}{end}')
+    if len(spans) <= TOKEN_CHUNK:
+        return Markup("".join(spans))
+    chunks = ("".join(spans[start : start + TOKEN_CHUNK]) for start in range(0, len(spans), TOKEN_CHUNK))
+    return Markup("".join(f'<div class="chunk">{chunk}</div>' for chunk in chunks))
 
 
 def tracker_page(labels: Mapping[str, str]) -> tuple[str, str] | None:
