@@ -4,6 +4,7 @@
 PYTHON ?= python3
 VENV := .venv
 VERL := .venv-verl
+AUDIT := .venv-audit
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 PARTS := proto sdk services/detector services/localizer services/reporter
@@ -12,12 +13,13 @@ INSTALLED := $(VENV)/.installed
 SCHEMA := proto/src/gradloc_proto/schema
 GOLDEN := tests/proto/golden
 BENCH_FLAGS ?= --json
+CHAOS_FLAGS ?=
 ENGINE ?= docker
 IMAGES ?= gradloc
 TAG ?= $(shell sed -n 's/^appVersion: //p' deploy/k8s/gradloc/Chart.yaml)
 
 .DEFAULT_GOAL := list
-.PHONY: chaos list install helm services images smollm verl demo test test-full check format bench schema clean
+.PHONY: audit sbom fuzz soak chaos list install helm services images smollm verl demo test test-full check format bench schema clean
 
 list: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1 | \2/p' $(MAKEFILE_LIST) | column -t -s '|' 2>/dev/null || grep '##' $(MAKEFILE_LIST)
@@ -77,8 +79,26 @@ format: install ## ruff, with repairs
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-chaos: install services ## the pipeline under schedules of faults: SCHEDULES=n SEED=s
-	$(BIN)/python tests/faults/chaos.py --schedules $(or $(SCHEDULES),5) --seed $(or $(SEED),1)
+chaos: install services ## the pipeline under schedules of faults: SCHEDULES=n SEED=s, CHAOS_FLAGS=--with-ray
+	$(BIN)/python tests/faults/chaos.py --schedules $(or $(SCHEDULES),5) --seed $(or $(SEED),1) $(CHAOS_FLAGS)
+
+soak: install services ## half an hour of calm: memory, descriptors and threads of each process must not grow
+	$(BIN)/python tests/faults/soak.py
+
+fuzz: install ## INPUTS=n near to valid ones for every parser; a guided run: tests/security/fuzz.py --guided
+	$(BIN)/python tests/security/fuzz.py --inputs $(or $(INPUTS),100000)
+
+# Their own environment: what looks at dependencies must not be one.
+$(AUDIT)/.installed: requirements-audit.txt
+	@test -x $(AUDIT)/bin/python || $(PYTHON) -m venv $(AUDIT)
+	@$(AUDIT)/bin/python -m pip --disable-pip-version-check install -qq --requirement $<
+	@touch $@
+
+audit: install $(AUDIT)/.installed ## known vulnerabilities of what .venv holds; asks a database over the network
+	$(AUDIT)/bin/pip-audit --skip-editable --path $(shell $(BIN)/python -c "import sysconfig; print(sysconfig.get_paths()['purelib'])")
+
+sbom: install $(AUDIT)/.installed ## sbom.json: what .venv holds, as CycloneDX
+	$(AUDIT)/bin/cyclonedx-py environment $(BIN)/python --output-format JSON --output-file sbom.json
 
 bench: install ## every benchmark, one after the other; the longest take hours (BENCH_FLAGS= for people)
 	@set -e; for script in benchmarks/*.py; do echo "$$script"; $(BIN)/python "$$script" $(BENCH_FLAGS); done
@@ -88,5 +108,5 @@ schema: install ## write the JSON Schemas and the sample bytes of the current me
 	$(BIN)/python -m gradloc_proto.schema --samples $(GOLDEN)
 
 clean: ## remove the venv and every cache
-	rm -rf $(VENV) $(VERL) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(VERL) $(AUDIT) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

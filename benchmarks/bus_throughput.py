@@ -28,7 +28,7 @@ NUM_LAYERS = 64
 
 
 @contextmanager
-def own_redis() -> Iterator[str]:
+def own_redis(*options: str) -> Iterator[str]:
     """URL of a redis-server that lives as long as the block."""
     binary = shutil.which("redis-server")
     if binary is None:
@@ -39,7 +39,7 @@ def own_redis() -> Iterator[str]:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
     with tempfile.TemporaryDirectory() as folder:
-        command = [binary, "--port", port, "--bind", "127.0.0.1", "--dir", folder, "--save", ""]
+        command = [binary, "--port", port, "--bind", "127.0.0.1", "--dir", folder, "--save", "", *options]
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
         try:
             yield f"redis://127.0.0.1:{port}/0"

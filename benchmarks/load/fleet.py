@@ -50,13 +50,13 @@ class Detector:
 
 
 @contextmanager
-def running_detector(url: str) -> Iterator[Detector]:
-    """One detector, on one core where the system can pin it."""
+def running_detector(url: str, *, pinned: bool = True) -> Iterator[Detector]:
+    """One detector, on one core where the system can pin it and it is wanted so."""
     command = [sys.executable, "-m", "gradloc_detector", "--redis", url, "--port", "0"]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     try:
         line = next(line for line in process.stderr if "metrics on" in line)
-        if hasattr(os, "sched_setaffinity"):
+        if pinned and hasattr(os, "sched_setaffinity"):
             os.sched_setaffinity(process.pid, {max(os.sched_getaffinity(0))})
         # Its later lines must not fill the pipe.
         threading.Thread(target=lambda: [None for _ in process.stderr], daemon=True).start()
@@ -76,6 +76,7 @@ class Fleet:
     numbers: dict[str, int] = field(default_factory=dict)
     spike_wanted: set[str] = field(default_factory=set)
     spike_sent_at: dict[str, float] = field(default_factory=dict)
+    spike_step: dict[str, int] = field(default_factory=dict)
     num_published: int = 0
 
     def start(self, num_steps: int) -> None:
@@ -101,6 +102,7 @@ class Fleet:
                     self._add(pipeline, run, self.numbers[run] + 1, is_spike=is_spike)
                     if is_spike:
                         self.spike_wanted.discard(run)
+                        self.spike_step[run] = self.numbers[run]
                         spikes.append(run)
                 sent_at = time.monotonic()
                 pipeline.execute()
@@ -195,13 +197,13 @@ def measure(url: str, *, num_runs: int, steps_per_s: float, seconds: float, seed
         "drain_s": round(drain_s, 2),
         "warm_up_s": round(warm_up_s, 1),
         "num_spikes": len(latencies),
-        "spike_to_stream_s": _quantiles(latencies),
+        "spike_to_stream_s": quantiles(latencies),
         "memory_per_run_bytes": round(memory / num_runs),
         **sizes,
     }
 
 
-def _quantiles(values: list[float]) -> dict[str, float]:
+def quantiles(values: list[float]) -> dict[str, float]:
     if len(values) < 2:
         return {}
     cuts = statistics.quantiles(values, n=100, method="inclusive")

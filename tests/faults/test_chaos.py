@@ -23,7 +23,7 @@ def test_the_promise_holds_after_any_faults() -> None:
 
 def test_a_schedule_is_the_same_whenever_its_seed_is() -> None:
     program = (
-        "import sys; sys.path.insert(0, sys.argv[1]); from chaos import plan; "
+        "import sys; sys.path.insert(0, sys.argv[1]); from schedule import plan; "
         "print(plan(7, 6, None) == plan(7, 6, None) != plan(8, 6, None), len(plan(7, 6, None)))"
     )
     done = subprocess.run(

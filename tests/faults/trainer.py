@@ -2,7 +2,7 @@
 
 Writes each step down before it is published ("attempt step spike"), so that what was lost is known later.
 
-    python trainer.py URL RUN ATTEMPT FIRST_STEP NUM_STEPS RATE SEED TRUTH
+    python trainer.py URL RUN ATTEMPT FIRST_STEP NUM_STEPS RATE SEED TRUTH SPIKE_EVERY
 """
 
 import random
@@ -17,16 +17,15 @@ from gradloc_proto.redis_bus import RedisBus
 
 LAYERS = ("layers.0.attention", "layers.0.mlp", "layers.1.attention", "layers.1.mlp")
 CALM_STEPS = 40  # of an attempt, before its first spike
-SPIKE_EVERY = 45
 
 
-def is_spike(seed: int, run: str, attempt: int, number: int) -> bool:
-    """Whether the attempt's step of this number is one; the same for whoever asks."""
-    return number >= CALM_STEPS and random.Random(f"{seed}/{run}/{attempt}/{number}").random() < 1 / SPIKE_EVERY
+def is_spike(seed: int, run: str, attempt: int, number: int, every: float) -> bool:
+    """Whether the attempt's step of this number is one, as on average each `every`th; the same for whoever asks."""
+    return number >= CALM_STEPS and random.Random(f"{seed}/{run}/{attempt}/{number}").random() < 1 / every
 
 
 def main(arguments: list[str]) -> None:
-    url, run, attempt, first, num, rate, seed, truth = arguments
+    url, run, attempt, first, num, rate, seed, truth, spike_every = arguments
     bus = RedisBus(url)
     publisher = Publisher(bus, run)
     dice = random.Random(f"{seed}/{run}/{attempt}")
@@ -44,7 +43,7 @@ def main(arguments: list[str]) -> None:
         for number in range(int(num)):
             if asked_to_stop:
                 break
-            spike = is_spike(int(seed), run, int(attempt), number)
+            spike = is_spike(int(seed), run, int(attempt), number, float(spike_every))
             norm = dice.lognormvariate(0.0, 0.1) * (dice.uniform(50, 500) if spike else 1.0)
             lines.write(f"{attempt} {step} {int(spike)}\n")
             publisher.put(

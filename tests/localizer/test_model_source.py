@@ -70,6 +70,9 @@ def test_what_cannot_be_rebuilt_is_refused(saved, changes, reason):
         ({"vocab_size": 50}, "have another shape for"),
         # A size that no machine holds is refused before it is allocated.
         ({"intermediate_size": 2**40}, "have another shape for"),
+        # So many modules would fill the memory even without parameters.
+        ({"num_hidden_layers": 10**9, "layer_types": None}, "wants 1000000000 of 'num_hidden_layers'"),
+        ({"num_hidden_layers": 10**400, "layer_types": None}, "num_hidden_layers"),
     ],
 )
 def test_weights_of_another_model_are_refused(trainer, saved, changes, reason):

@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gradloc_proto import messages as m
-from gradloc_reporter.figures import factor, number, percent, token_text, visible
+from gradloc_proto.plain_text import visible
+from gradloc_reporter.figures import factor, number, percent, token_text
 from gradloc_reporter.history import event_text
 from gradloc_reporter.rendering import mrkdwn, plain
 from gradloc_reporter.slack.blocks import SECTION_MAX, TEXT_MAX, blocks_of, clipped, text_of

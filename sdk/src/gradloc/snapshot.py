@@ -25,6 +25,7 @@ from safetensors.torch import load as load_tensors
 
 from gradloc.store import Store, StoredFile, StoreUnavailable, digest
 from gradloc.tensor_file import pieces
+from gradloc_proto.plain_text import visible
 
 FORMAT = "gradloc-snapshot"
 VERSION = 1
@@ -32,6 +33,7 @@ MANIFEST = "manifest.json"
 WEIGHTS = "weights/model.safetensors"
 TOKENIZER = "tokenizer.json"
 PARTS_TIMEOUT_S = 60.0
+MANIFEST_BYTES_MAX = 256 << 20  # a million uids; what is larger would be read whole before anything is known of it
 
 
 class SnapshotRejected(ValueError):
@@ -181,7 +183,7 @@ def collect_parts(
         for rank in range(world_size):
             name = f"parts/rank-{rank}.json"
             if rank not in parts and store.exists(name):
-                parts[rank] = RankPart.model_validate_json(store.read(name))
+                parts[rank] = RankPart.model_validate_json(store.read(name, bytes_max=MANIFEST_BYTES_MAX))
         if len(parts) == world_size:
             return tuple(parts[rank] for rank in range(world_size))
         if clock() > deadline:
@@ -205,6 +207,11 @@ class Snapshot:
     def micro_batches(self, rank: int) -> tuple[MicroBatch, ...]:
         """The rank's micro-batches in order, on the host. Raises SnapshotRejected."""
         part = self.manifest.parts[rank]
+        if len(part.files) != 1:
+            raise SnapshotRejected(
+                f"snapshot {self.store.url}: the part of rank {rank} names {len(part.files)} files, expected one; "
+                "take a new snapshot"
+            )
         (name,) = part.files
         tensors = _load(self._checked(name, part.files[name]), name)
         found = []
@@ -216,8 +223,8 @@ class Snapshot:
                 micro_batch = MicroBatch(**values, uids=record.uids, temperature=record.temperature)
             except TypeError:
                 raise SnapshotRejected(
-                    f"snapshot {self.store.url}: {name} lacks tensors of micro-batch {index}; expected at least ids, "
-                    "mask, logp and coefficient; take a new snapshot"
+                    f"snapshot {self.store.url}: {visible(name, 120)} lacks tensors of micro-batch {index}; "
+                    "expected at least ids, mask, logp and coefficient; take a new snapshot"
                 ) from None
             _check_shapes(self.store.url, name, index, micro_batch)
             found.append(micro_batch)
@@ -244,21 +251,25 @@ class Snapshot:
         return None if record is None else self._checked(TOKENIZER, record).decode()
 
     def _checked(self, name: str, record: FileRecord) -> bytes:
+        shown = visible(name, 120)
         try:
-            data = self.store.read(name)
+            # No byte of a file that is larger than the manifest says: it could be larger than the memory.
+            data = self.store.read(name, bytes_max=record.num_bytes)
         except FileNotFoundError:
-            raise SnapshotRejected(f"snapshot {self.store.url}: {name} is missing; take a new snapshot") from None
+            raise SnapshotRejected(f"snapshot {self.store.url}: {shown} is missing; take a new snapshot") from None
         except ValueError as error:
-            raise SnapshotRejected(f"snapshot {self.store.url}: {error}") from None
+            raise SnapshotRejected(
+                f"snapshot {self.store.url}: {visible(str(error), 300)}; copy it again or take a new snapshot"
+            ) from None
         found = digest(data)
         if found.num_bytes != record.num_bytes:
             raise SnapshotRejected(
-                f"snapshot {self.store.url}: {name} is truncated or altered: {found.num_bytes} bytes, "
+                f"snapshot {self.store.url}: {shown} is truncated or altered: {found.num_bytes} bytes, "
                 f"expected {record.num_bytes}; copy it again or take a new snapshot"
             )
         if found.sha256 != record.sha256:
             raise SnapshotRejected(
-                f"snapshot {self.store.url}: {name} was altered: sha256 {found.sha256[:12]}..., "
+                f"snapshot {self.store.url}: {shown} was altered: sha256 {found.sha256[:12]}..., "
                 f"expected {record.sha256[:12]}...; copy it again or take a new snapshot"
             )
         return data
@@ -268,15 +279,17 @@ def open_snapshot(url: str) -> Snapshot:
     """Open the snapshot at `url` (its folder). Raises SnapshotRejected or StoreUnavailable."""
     store = Store(url)
     try:
-        data = store.read(MANIFEST)
+        data = store.read(MANIFEST, bytes_max=MANIFEST_BYTES_MAX)
     except FileNotFoundError:
         raise SnapshotRejected(
             f"no snapshot at {store.url}: {MANIFEST} is missing (a snapshot exists once its manifest does); "
             "give the folder that holds it, such as STORE/RUN/ATTEMPT/STEP"
         ) from None
+    except ValueError as error:
+        raise SnapshotRejected(f"snapshot {store.url}: {error}") from None
     try:
         document = json.loads(data)
-    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError):
+    except (ValueError, RecursionError):
         raise SnapshotRejected(
             f"snapshot {store.url}: {MANIFEST} is truncated or not JSON; copy it again or take a new snapshot"
         ) from None
@@ -284,19 +297,20 @@ def open_snapshot(url: str) -> Snapshot:
         raise SnapshotRejected(f"snapshot {store.url}: {MANIFEST} is not of format {FORMAT!r}")
     if document.get("version") != VERSION:
         raise SnapshotRejected(
-            f"snapshot {store.url}: unknown version {str(document.get('version'))[:20]}, "
+            f"snapshot {store.url}: unknown version {visible(str(document.get('version')), 20)}, "
             f"expected {VERSION}; use the gradloc release that wrote it, or a newer one"
         )
     try:
         manifest = Manifest.model_validate(document)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
-        where = ".".join(str(part) for part in first["loc"])[:80]
+        where = visible(".".join(str(part) for part in first["loc"]), 80)
         raise SnapshotRejected(f"snapshot {store.url}: {MANIFEST}: {where}: {first['msg'][:120]}") from None
-    if [part.rank for part in manifest.parts] != list(range(manifest.world_size)):
+    ranks = [part.rank for part in manifest.parts]
+    if len(ranks) != manifest.world_size or ranks != list(range(len(ranks))):
         raise SnapshotRejected(
-            f"snapshot {store.url}: parts of ranks {[part.rank for part in manifest.parts]}, "
-            f"expected one of each of {manifest.world_size} ranks; take a new snapshot"
+            f"snapshot {store.url}: parts of ranks {visible(str(ranks), 120)}, "
+            f"expected one of each of {str(manifest.world_size)[:20]} ranks; take a new snapshot"
         )
     return Snapshot(store, manifest)
 
@@ -309,10 +323,14 @@ def _load(data: bytes, name: str) -> dict[str, torch.Tensor]:
     try:
         return load_tensors(data)
     except SafetensorError as error:
-        raise SnapshotRejected(f"{name} is not a safetensors file: {str(error)[:120]}") from None
+        raise SnapshotRejected(f"{visible(name, 120)} is not a safetensors file: {visible(str(error), 120)}") from None
 
 
 def _check_shapes(url: str, name: str, index: int, micro_batch: MicroBatch) -> None:
+    where = f"snapshot {url}: {visible(name, 120)}"
+    for field in ("ids_BT", "logp_BR"):
+        if getattr(micro_batch, field).ndim != 2:
+            raise SnapshotRejected(f"{where}: {field} of micro-batch {index} is no matrix; take a new snapshot")
     num_rows, num_positions = micro_batch.ids_BT.shape
     shape_BR = micro_batch.logp_BR.shape
     for field in _TENSOR_FIELDS:
@@ -322,9 +340,20 @@ def _check_shapes(url: str, name: str, index: int, micro_batch: MicroBatch) -> N
         expected = (num_rows, num_positions) if field.endswith("_BT") else shape_BR
         if tensor.shape != expected or tensor.shape[0] != num_rows or shape_BR[1] > num_positions:
             raise SnapshotRejected(
-                f"snapshot {url}: {name}: {field} of micro-batch {index} has shape {tuple(tensor.shape)}, "
-                f"expected {tuple(expected)}"
+                f"{where}: {field} of micro-batch {index} has shape {tuple(tensor.shape)}, expected {tuple(expected)}"
             )
+        if not _is_of_kind(field, tensor.dtype):
+            raise SnapshotRejected(
+                f"{where}: {field} of micro-batch {index} is {tensor.dtype}, which it cannot be; take a new snapshot"
+            )
+
+
+def _is_of_kind(field: str, dtype: torch.dtype) -> bool:
+    """Ids and positions are integers, masks anything but complex, all else is floating point."""
+    is_integer = not dtype.is_floating_point and not dtype.is_complex and dtype != torch.bool
+    if "mask" in field:
+        return not dtype.is_complex
+    return is_integer if "ids" in field else dtype.is_floating_point
 
 
 __all__ = [

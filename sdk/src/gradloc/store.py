@@ -88,10 +88,15 @@ class Store:
             raise StoreUnavailable(f"cannot write {name} to the store: {_reason(error)}") from error
         return StoredFile(num_bytes, found.hexdigest())
 
-    def read(self, name: str) -> bytes:
-        """A whole file. Raises FileNotFoundError, or StoreUnavailable for any other failure."""
+    def read(self, name: str, *, bytes_max: int) -> bytes:
+        """A whole file. Raises FileNotFoundError, ValueError for a file of more than `bytes_max` bytes (none is read),
+        or StoreUnavailable for any other failure."""
+        path = self._path(name)
         try:
-            data: bytes = self._fs.cat_file(self._path(name))
+            num_bytes = self._fs.size(path)  # None where the store does not say
+            if num_bytes is not None and num_bytes > bytes_max:
+                raise ValueError(f"{name} has {num_bytes} bytes, expected at most {bytes_max}")
+            data: bytes = self._fs.cat_file(path)
         except FileNotFoundError:
             raise FileNotFoundError(name) from None
         except OSError as error:

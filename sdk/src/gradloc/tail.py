@@ -24,11 +24,13 @@ from gradloc_proto.messages import (
     RunStarted,
     StepObserved,
 )
+from gradloc_proto.plain_text import visible
 from gradloc_proto.redis_bus import RedisBus
 
 _READ = ("steps", "incidents", "findings")
 _BLOCK_S = 0.2
 _LOOKED_AT = 256
+LINE_LENGTH_MAX = 600  # characters: what is longer is not read in a terminal
 
 
 def known_runs(bus: Bus) -> list[str]:
@@ -79,7 +81,7 @@ def _decoded(data: bytes) -> Message | None:
 def line_of(message: Message) -> Text:
     """One line a message, for people."""
     if isinstance(message, RunStarted):
-        return Text(
+        return _line(
             f"run {message.run_id} attempt {message.attempt} started on {message.world_size} ranks", style="bold"
         )
     if isinstance(message, StepObserved):
@@ -87,24 +89,29 @@ def line_of(message: Message) -> Text:
         limit = "-" if message.limit is None else f"{message.limit:.4g}"
         style = "bold red" if message.rules_hit else ""
         rules = f"  {', '.join(message.rules_hit)} -> {message.decision}" if message.rules_hit else ""
-        return Text(f"step {message.step:>6}  norm {norm:>9}  limit {limit:>9}{rules}", style=style)
+        return _line(f"step {message.step:>6}  norm {norm:>9}  limit {limit:>9}{rules}", style=style)
     if isinstance(message, IncidentMessage):
-        return Text(f"{message.type} {message.incident_id} at step {message.spike.step}", style="red")  # type: ignore[attr-defined]
+        return _line(f"{message.type} {message.incident_id} at step {message.spike.step}", style="red")  # type: ignore[attr-defined]
     if isinstance(message, IncidentResolved):
-        return Text(f"incident {message.incident_id} resolved at step {message.step}: {message.reason}", style="green")
+        return _line(f"incident {message.incident_id} resolved at step {message.step}: {message.reason}", style="green")
     if isinstance(message, LocalizationStarted):
-        return Text(f"localizing {message.incident_id}, attempt {message.localization_attempt}", style="yellow")
+        return _line(f"localizing {message.incident_id}, attempt {message.localization_attempt}", style="yellow")
     if isinstance(message, LocalizationProgressed):
-        return Text(f"localizing {message.incident_id}: {message.stage} {message.fraction:.0%}", style="yellow")
+        return _line(f"localizing {message.incident_id}: {message.stage} {message.fraction:.0%}", style="yellow")
     if isinstance(message, LocalizationFinished):
-        return Text(
+        return _line(
             f"finding {message.incident_id}: {message.finding.verdict}: {message.finding.summary}", style="bold"
         )
     if isinstance(message, LocalizationFailed):
-        return Text(f"localizing {message.incident_id} failed: {message.reason}", style="red")
+        return _line(f"localizing {message.incident_id} failed: {message.reason}", style="red")
     if isinstance(message, RunEnded):
-        return Text(f"run ended at step {message.step}: {message.reason}", style="bold")
-    return Text(type(message).__name__)
+        return _line(f"run ended at step {message.step}: {message.reason}", style="bold")
+    return _line(type(message).__name__)
+
+
+def _line(text: str, style: str = "") -> Text:
+    # Reasons, summaries and rules are other people's words: an escape sequence in them must not reach the terminal.
+    return Text(visible(text, LINE_LENGTH_MAX), style=style)
 
 
 @click.command(name="tail")

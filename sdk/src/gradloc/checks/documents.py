@@ -18,6 +18,7 @@ from gradloc.checks.finding import CheckFinding, Report, Skipped, finding, joine
 from gradloc.checks.row_text import ids_of, number_of, numbers_of
 from gradloc.common_causes import FRESH_TOLERANCE
 from gradloc.diagnosis import LOG_RATIO_MISMATCH, SEQUENCE_LOG_RATIO_MISMATCH
+from gradloc_proto.plain_text import visible
 
 DOCUMENT_BYTES_MAX = 256 << 20
 Document = Mapping[str, Any]
@@ -54,9 +55,9 @@ def check_document(layer: str, document: Document) -> Report:
         raise DocumentRejected(f"no layer {layer!r}; expected one of {', '.join(_CHECKS)}")
     reports = [report for check in checks if (report := check(document)) is not None]
     if not reports:
+        names = visible(", ".join(sorted(document)), 120)
         raise DocumentRejected(
-            f"the document holds nothing that checks of {layer} know (names: {', '.join(sorted(document))[:120]}); "
-            "see docs/checks.md for the names"
+            f"the document holds nothing that checks of {layer} know (names: {names}); see docs/checks.md for the names"
         )
     return joined(reports)
 

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 from gradloc.checks.log_signals import Signal, signal_of
 
@@ -91,7 +92,8 @@ class LogSeries:
 
 
 def read_log(path: Path) -> LogSeries:
-    """Read a log of any known format. Raises OSError, or ValueError for a trainer_state.json that is too large."""
+    """Read a log of any known format. Raises OSError, or ValueError for a trainer_state.json that is too large or a
+    table that is none."""
     with path.open("rb") as raw:
         start = raw.read(2)
     if start[:1] in (b"{", b"[") and path.suffix == ".json":
@@ -196,13 +198,20 @@ def _seconds(line: str) -> float | None:
         return None
     try:
         return datetime.fromisoformat(f"{match.group(1)} {match.group(2)}").timestamp()
-    except ValueError:
+    except (ValueError, OverflowError):  # no such day, or none that a clock has
         return None
 
 
 def _csv(lines: Iterable[str]) -> LogSeries:
+    try:
+        return _table(csv.DictReader(lines))
+    except csv.Error as error:
+        raise ValueError(f"not a table ({error}); expected columns such as step,loss,grad_norm") from None
+
+
+def _table(rows: Iterable[dict[str | Any, Any]]) -> LogSeries:
     series = LogSeries()
-    for number, row in enumerate(csv.DictReader(lines), 2):
+    for number, row in enumerate(rows, 2):
         series.num_lines = number
         found = _named({name: value for name, value in row.items() if name and isinstance(value, str) and value})
         if found.keys() - {"step"}:

@@ -11,21 +11,23 @@ from gradloc.checks.finding import CheckFinding, Report, Skipped
 from gradloc.checks.healthy_step import Comparison
 from gradloc.checks.self_test import SelfTest
 from gradloc.checks.triage import Triage
+from gradloc_proto.plain_text import visible
 
 _STYLE = {"error": "bold red", "warning": "yellow"}
 
 
 def finding_lines(found: CheckFinding) -> RenderableType:
-    place = ", ".join(f"{name} {value}" for name, value in found.where.items())
+    # Names and excerpts are the data's: an escape sequence in them must not reach the terminal.
+    place = visible(", ".join(f"{name} {value}" for name, value in found.where.items()))
     more = f" and {found.num_places - 1:,} more" if found.num_places > 1 else ""
     lines = Text()
     lines.append(f"{found.severity:>7} ", style=_STYLE[found.severity])
     lines.append(found.code, style="bold")
     if place:
         lines.append(f"  {place}{more}", style="cyan")
-    lines.append(f"\n        {found.what}\n        -> {found.todo}")
+    lines.append(f"\n        {visible(found.what)}\n        -> {found.todo}")
     if found.excerpt is not None:
-        lines.append(f"\n        text: {found.excerpt}", style="dim")
+        lines.append(f"\n        text: {visible(found.excerpt)}", style="dim")
     return lines
 
 
@@ -50,7 +52,7 @@ def triage_lines(found: Triage, title: str) -> RenderableType:
     lines.append(f" ({found.layer} layer)" if found.layer else "")
     place = [f"line {found.line:,}" if found.line else "", f"step {found.step:,}" if found.step is not None else ""]
     lines.append("".join(f", {one}" for one in place if one), style="cyan")
-    lines.append(f"\n        {found.why}\n        -> {found.todo}")
+    lines.append(f"\n        {visible(found.why)}\n        -> {found.todo}")
     for command in found.checks:
         lines.append(f"\n           {command}", style="dim")
     if found.also:

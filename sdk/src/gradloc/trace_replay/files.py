@@ -11,10 +11,12 @@ from pathlib import Path
 
 from gradloc.trace_replay import tensorboard
 from gradloc.trace_replay.rows import Row, columns_of, rows_of
+from gradloc_proto.plain_text import visible
 
 FILE_BYTES_MAX = 1 << 30
 FORMATS = "CSV (also a W&B export), trainer_state.json, JSON lines, TensorBoard events, or a console log of TRL or verl"
 
+_NAMES_SHOWN_MAX = 200  # characters of a log's columns in an error
 _ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 _VALUE = r"(?:np\.|numpy\.)?(?:(?:float|int)\d*\()?['\"]?([-+]?(?:nan|inf(?:inity)?|[\d.]+(?:e[-+]?\d+)?))['\"]?\)?"
 _TRL = re.compile(r"['\"]([\w/@. -]+)['\"]\s*:\s*" + _VALUE + r"(?=\s*[,}])", re.IGNORECASE)
@@ -37,11 +39,12 @@ def read(path: Path) -> tuple[str, list[Row]]:
     names = dict.fromkeys(name for record in records for name in record)
     columns = columns_of(names)
     if "norm" not in columns:
-        shown = ", ".join(list(names)[:8]) or "nothing"
+        shown = visible(", ".join(list(names)[:8]), _NAMES_SHOWN_MAX) or "nothing"
         raise ValueError(f"{path}: no gradient norm among the columns of this {kind} log ({shown}); expected grad_norm")
     rows = rows_of(records, columns)
     if not rows:
-        raise ValueError(f"{path}: column {columns['norm']!r} holds no number; expected a norm at some step")
+        column = visible(columns["norm"], _NAMES_SHOWN_MAX)
+        raise ValueError(f"{path}: column {column!r} holds no number; expected a norm at some step")
     return kind, rows
 
 
@@ -56,8 +59,16 @@ def _text_records(text: str, path: Path) -> tuple[str, list[Mapping[str, object]
     if records := _console(text, _TRL, need="grad_norm"):
         return "TRL console", records
     if "," in first or "\t" in first:
-        return "csv", list(csv.DictReader(text.splitlines(), delimiter="\t" if "\t" in first else ","))
+        return "csv", _table(text, path, delimiter="\t" if "\t" in first else ",")
     raise ValueError(f"{path}: not a log that is known; expected {FORMATS}")
+
+
+def _table(text: str, path: Path, *, delimiter: str) -> list[Mapping[str, object]]:
+    try:
+        # Cells beyond the last column have a name as well, which no number has.
+        return list(csv.DictReader(text.splitlines(), restkey="", delimiter=delimiter))
+    except csv.Error as error:
+        raise ValueError(f"{path}: not a table ({error}); expected {FORMATS}") from None
 
 
 def _history(text: str, path: Path) -> list[Mapping[str, object]]:

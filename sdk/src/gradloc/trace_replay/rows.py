@@ -37,7 +37,10 @@ def number(value: object) -> float | None:
     if isinstance(value, bool) or value is None:
         return None
     if isinstance(value, int | float):
-        return float(value)
+        try:
+            return float(value)
+        except OverflowError:  # an integer of hundreds of digits
+            return math.inf if value > 0 else -math.inf
     text = str(value).strip()
     if wrapped := _WRAPPED.match(text):
         text = wrapped.group(1).strip()

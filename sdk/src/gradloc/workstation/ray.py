@@ -24,12 +24,21 @@ _SOCKET_NAME = "/session_2026-01-01_00-00-00_000000_0000000/sockets/plasma_store
 
 
 class RayHead:
-    """`address` is the dashboard with the Jobs API; `token` opens it (Authorization: Bearer)."""
+    """`address` is the dashboard with the Jobs API; `token` opens it (Authorization: Bearer). Both are new ones unless
+    given: whoever replaces a head keeps them."""
 
-    def __init__(self, log: Path, *, num_cpus: int, job_env: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        log: Path,
+        *,
+        num_cpus: int,
+        job_env: Mapping[str, str],
+        port: int | None = None,
+        token: str | None = None,
+    ) -> None:
         if find_spec("ray") is None:
             raise StartFailed("Ray is not installed; install gradloc[local]")
-        self.token = secrets.token_hex(32)
+        self.token = token or secrets.token_hex(32)
         self._folder = Path(tempfile.mkdtemp(prefix="gl-"))
         if len(str(self._folder) + _SOCKET_NAME) > _SOCKET_PATH_MAX:
             shutil.rmtree(self._folder)
@@ -37,7 +46,7 @@ class RayHead:
                 f"the folder for temporary files, {self._folder.parent}, has too long a name for Ray's sockets; "
                 "set TMPDIR to a shorter one"
             )
-        port = free_port()
+        port = port or free_port()
         self.address = f"http://127.0.0.1:{port}"
         options = {
             "--node-ip-address": "127.0.0.1",

@@ -6,13 +6,14 @@ installation ships, or the operator allows a `module:factory` by name. Never ask
 
 import importlib
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
 from gradloc.snapshot import Manifest, Snapshot
+from gradloc_proto.plain_text import visible
 
 ATTENTION_KERNELS = ("eager", "sdpa", "flash_attention_2")
 # Keys that would name code elsewhere, or that are set here anyway.
@@ -20,6 +21,10 @@ _DROPPED = frozenset(
     {"auto_map", "architectures", "transformers_version", "_name_or_path", "name_or_path", "dtype", "torch_dtype"}
     | {"quantization_config", "model_type", "_commit_hash", "custom_pipelines", "use_kernels"}
 )
+# A configuration that asks for more layers or experts than this and than there are weights cannot fit them, and
+# building its modules would take all memory, even without their parameters.
+_MODULES_MAX = 1_024
+_COUNTS = ("layer", "expert", "block")  # in the names of what is counted
 Weights = Mapping[str, torch.Tensor]
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 
@@ -63,6 +68,7 @@ def _empty_model(manifest: Manifest, allowed_factories: Collection[str], weights
     if manifest.model_config_hf is not None:
         with torch.device("meta"):
             # Costs no memory: a configuration of absurd sizes is refused before anything is allocated.
+            _check_counts(manifest, len(weights))
             _check_fit(_from_config(manifest), weights, manifest)
         return _from_config(manifest)
     raise ModelRejected(
@@ -116,7 +122,7 @@ def _from_config(manifest: Manifest) -> nn.Module:
     except ModelRejected:
         raise
     except Exception as error:  # noqa: BLE001 - a hostile or newer configuration may fail anywhere in there
-        reason = str(error).split("\n", maxsplit=1)[0][:200]
+        reason = visible(str(error).split("\n", maxsplit=1)[0], 200)
         raise ModelRejected(
             f"transformers cannot build a {model_type[:40]!r} model from the snapshot: {reason}; "
             "install the release that trained it"
@@ -128,6 +134,25 @@ def _from_config(manifest: Manifest) -> nn.Module:
             "give watch() factory='module:function' for such a model"
         )
     return model
+
+
+def _check_counts(manifest: Manifest, num_tensors: int) -> None:
+    most = max(_MODULES_MAX, num_tensors)
+    for name, value in _settings(manifest.model_config_hf or {}):
+        is_count = any(word in name for word in _COUNTS) and isinstance(value, int) and not isinstance(value, bool)
+        if is_count and value > most:
+            raise ModelRejected(
+                f"the snapshot's configuration wants {str(value)[:20]} of {name[:60]!r} for {num_tensors} weights; "
+                f"expected at most {most}; take a new snapshot"
+            )
+
+
+def _settings(record: Mapping[str, Any], depth: int = 4) -> Iterator[tuple[str, Any]]:
+    """Names and values, also of configurations inside this one (text_config)."""
+    for name, value in record.items():
+        yield name, value
+        if isinstance(value, Mapping) and depth:
+            yield from _settings(value, depth - 1)
 
 
 def _check_fit(model: nn.Module, weights: Weights, manifest: Manifest) -> None:

@@ -7,6 +7,7 @@ from rich.table import Table
 from rich.text import Text
 
 from gradloc_proto.messages import Culprit, Finding
+from gradloc_proto.plain_text import visible
 
 NUM_TOKENS_SHOWN = 24  # of the culprit's sequence, around it
 
@@ -28,13 +29,14 @@ def report(finding: Finding) -> RenderableType:
                 + ("; no smaller set can explain it" if certificate.minimal else "")
             )
         )
-    parts += [Text(f"Cause    {cause.summary} [{cause.confidence}: {cause.name}]") for cause in finding.causes]
+    parts += [Text(visible(f"Cause    {cause.summary} [{cause.confidence}: {cause.name}]")) for cause in finding.causes]
     if finding.layers_exploding and len(finding.layer_growth) > len(finding.layers_exploding):
         growth = max(finding.layer_growth.values())
-        parts.append(Text(f"Layers   {', '.join(finding.layers_exploding)} (up to {_number(growth)}x healthy)"))
+        layers = visible(", ".join(finding.layers_exploding))
+        parts.append(Text(f"Layers   {layers} (up to {_number(growth)}x healthy)"))
     if finding.fix is not None:
         held = "would have held" if finding.fix.holds else "would not have been enough"
-        parts.append(Text(f"Fix      {finding.fix.name} {held}: norm {_number(finding.fix.norm_after)}"))
+        parts.append(Text(f"Fix      {visible(finding.fix.name)} {held}: norm {_number(finding.fix.norm_after)}"))
     parts.append(_footer(finding))
     return Group(*parts)
 
@@ -61,8 +63,8 @@ def _culprits(culprits: tuple[Culprit, ...]) -> Table:
             "" if math.isnan(culprit.share) else f"{100 * culprit.share:.1f} %",
             "" if culprit.norm is None else _number(culprit.norm),
             "" if culprit.ratio is None else _number(culprit.ratio),
-            culprit.layer or "",
-            Text(culprit.uid or ""),
+            Text(visible(culprit.layer or "")),
+            Text(visible(culprit.uid or "")),
         )
     return table
 
@@ -76,7 +78,7 @@ def _sequence(finding: Finding) -> Text:
     centre = finding.culprits[0].token - view.first_position if finding.culprits else 0
     first = max(0, centre - NUM_TOKENS_SHOWN // 2)
     for index in range(first, min(len(view.token_texts), first + NUM_TOKENS_SHOWN)):
-        line.append(view.token_texts[index], style="bold red" if index == centre else "")
+        line.append(visible(view.token_texts[index]), style="bold red" if index == centre else "")
         line.append(" ")
     return line
 

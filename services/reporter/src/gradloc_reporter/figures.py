@@ -3,6 +3,8 @@
 import json
 import math
 
+from gradloc_proto.plain_text import visible
+
 TOKEN_TEXT_MAX = 60
 
 
@@ -40,12 +42,6 @@ def factor(value: float, baseline: float | None) -> float | None:
     if baseline is None or not math.isfinite(value) or not math.isfinite(baseline) or baseline <= 0:
         return None
     return value / baseline
-
-
-def visible(text: str, limit: int) -> str:
-    """`text` in one line, cut to `limit`, with characters that do not print spelled out."""
-    cut = text if len(text) <= limit else text[: limit - 1] + "…"
-    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in cut)
 
 
 def token_text(text: str) -> str:

@@ -1,6 +1,7 @@
 """The log of an incident in words: one line for each thing that happened. Pure, as `text` is."""
 
-from gradloc_reporter.figures import number, visible
+from gradloc_proto.plain_text import visible
+from gradloc_reporter.figures import number
 from gradloc_reporter.text import FREE_TEXT_MAX, VERDICT_NAMES
 
 

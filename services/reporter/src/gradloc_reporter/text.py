@@ -11,8 +11,9 @@ from dataclasses import dataclass, replace
 
 from gradloc_proto.finding import without_text
 from gradloc_proto.messages import Cause, Culprit, Finding, Flag, Spike
+from gradloc_proto.plain_text import visible
 from gradloc_proto.rules import is_about_gradient
-from gradloc_reporter.figures import factor, number, percent, token_text, visible
+from gradloc_reporter.figures import factor, number, percent, token_text
 
 CULPRITS_TOLD_MAX = 3
 FREE_TEXT_MAX = 300

@@ -13,6 +13,7 @@ from gradloc_reporter import answers
 from gradloc_reporter.answers import Problem
 from gradloc_reporter.web.api import PROBLEM_CONTENT, api_router
 from gradloc_reporter.web.backend import Backend
+from gradloc_reporter.web.body_size import BodySize
 from gradloc_reporter.web.gate import Gate, sign_in_router
 from gradloc_reporter.web.live import Live, live_router
 from gradloc_reporter.web.pace import Buckets, Pace
@@ -59,6 +60,7 @@ def application(backend: Backend, live: Live, whatif: WhatIfApp | None = None) -
     add_problem_handlers(app, pages.error)
     per_s = backend.rate_limit_per_s
     app.add_middleware(Pace, buckets=None if per_s is None else Buckets(per_s, max(1, round(BURST_S * per_s))))
+    app.add_middleware(BodySize)
     app.add_middleware(Gate, tokens=backend.tokens, queries=backend.queries)
     app.add_middleware(SecurityHeaders)
     app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from gradloc_proto.messages import Certificate, Culprit, Finding, Profile, SequenceView
+from gradloc_proto.plain_text import visible
 from gradloc_reporter.figures import number, percent
 
 LEVELS = 9
@@ -288,7 +289,7 @@ def _shown(text: str) -> str:
     if text.isprintable():
         return text or "∅"
     text = text.replace("\r", "␍").replace("\n", "⏎").replace("\t", "⇥")
-    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
+    return visible(text)
 
 
 def layer_map(profile: Profile, culprit_position: int | None) -> Map | None:
@@ -304,7 +305,7 @@ def layer_map(profile: Profile, culprit_position: int | None) -> Map | None:
     for row, start in enumerate(range(0, len(profile.layers), per_row)):
         names = profile.layers[start : start + per_row]
         values = [v for v in profile.values[start : start + per_row] if v]
-        name = names[0] if len(names) == 1 else f"{names[0]} … {names[-1]}"
+        name = visible(names[0] if len(names) == 1 else f"{names[0]} … {names[-1]}")
         total = sum(v for each in values for v in each)
         rows.append((name, percent(total)))
         for column in range(num_columns):
@@ -345,7 +346,7 @@ def layers_by_step(windows: Sequence[tuple[int, int, Mapping[str, float]]]) -> M
     cells, rows = [], []
     for row, start in enumerate(range(0, len(names), per_row)):
         group = names[start : start + per_row]
-        label = group[0] if len(group) == 1 else f"{group[0]} … {group[-1]}"
+        label = visible(group[0] if len(group) == 1 else f"{group[0]} … {group[-1]}")
         greatest = 1.0
         for step, _, norms in windows:
             worst = max((norms[name] / medians[name] for name in group if name in norms and medians[name]), default=1.0)

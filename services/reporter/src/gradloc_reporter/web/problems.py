@@ -21,6 +21,7 @@ RETRY_AFTER_S = 5
 _ADVICE = {
     404: "Check the address; GET /api/v1/runs and /api/v1/incidents list what there is.",
     405: "Use one of the methods that the Allow header names; /api/v1/openapi.json lists them all.",
+    413: "Send the wish alone; /api/v1/openapi.json says what it holds.",
     415: "Send the body as application/json.",
 }
 

@@ -1,0 +1,167 @@
+"""A calm world for a long time: nothing may grow.
+
+    python tests/faults/soak.py --seconds 1800 --warm-up 400 --json
+
+Two trainers publish thirty steps a second each, with a spike now and then, to the real services. Their streams are at
+their bound from the start, so that Redis does not grow either. After a warm-up, in which caches and pools fill,
+memory, descriptors and threads of each process are noted every few seconds. The slope of memory is that of the medians
+of ten equal stretches (least squares), with its interval at 95 % (Student's t, eight degrees of freedom): medians of
+stretches, because samples seconds apart are no independent ones. Exit code 1 where a slope's interval lies above zero,
+or descriptors or threads have grown.
+"""
+
+import argparse
+import json
+import math
+import statistics
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from chaos import commit
+from child import Child
+from trainer import LAYERS
+from world import World
+
+from gradloc.workstation.processes import interruptible
+from gradloc_proto import codec, streams
+from gradloc_proto.messages import StepObserved
+from gradloc_proto.redis_bus import RedisBus
+
+NUM_STRETCHES = 10
+STUDENT_T_975_OF_8 = 2.306
+LOOK_EVERY_S = 2.0
+MB = 1e6
+CALM = dict.fromkeys(LAYERS, 0.5)
+
+
+class CalmWorld(World):
+    num_runs = 2
+    rate = 30.0
+    spike_every = 900.0
+    far = ()
+    num_past = streams.STREAM_LENGTH_MAX["steps"]
+
+    def start_trainer(self, run: str, first_step: int) -> None:
+        """It goes on where a long past ended: the run's stream is full."""
+        num_steps = self.num_past
+        bus = RedisBus(self.url())
+        for start in range(first_step, num_steps, 1_000):
+            data = [
+                codec.encode(
+                    StepObserved(run_id=run, ts=1.0, step=step, grad_norm=1.0, layer_norms=CALM, num_tokens=1_000)
+                )
+                for step in range(start, min(start + 1_000, num_steps))
+            ]
+            bus.append(streams.stream(run, "steps"), data, length_max=streams.STREAM_LENGTH_MAX["steps"])
+        bus.close()
+        super().start_trainer(run, num_steps)
+
+
+@dataclass
+class Watched:
+    """What was seen of one process: seconds, memory of its own, descriptors, threads."""
+
+    name: str
+    rows: list[tuple[float, int, int, int]] = field(default_factory=list)
+
+    def look(self, child: Child, now: float) -> None:
+        self.rows.append((now, child.memory_bytes(), child.num_files(), child.num_threads()))
+
+    def told(self) -> dict[str, Any]:
+        slope, half_width = slope_of([(at, memory) for at, memory, _, _ in self.rows])
+        third = len(self.rows) // 3
+        early, late = self.rows[:third], self.rows[-third:]
+
+        def typical(rows: list[tuple[float, int, int, int]], column: int) -> float:
+            return statistics.median(row[column] for row in rows)
+
+        per_h = 3_600 / MB
+        return {
+            "process": self.name,
+            "memory_mb": round(typical(late, 1) / MB, 2),
+            "grown_mb": round((typical(late, 1) - typical(early, 1)) / MB, 3),
+            "slope_mb_per_h": round(slope * per_h, 3),
+            "interval_mb_per_h": [round((slope - half_width) * per_h, 3), round((slope + half_width) * per_h, 3)],
+            "files": [int(typical(early, 2)), int(typical(late, 2))],
+            "threads": [int(typical(early, 3)), int(typical(late, 3))],
+        }
+
+
+def slope_of(points: list[tuple[float, float]]) -> tuple[float, float]:
+    """Least squares over the medians of stretches: slope, and half the width of its interval at 95 %."""
+    size = len(points) / NUM_STRETCHES
+    stretches = [points[round(n * size) : round((n + 1) * size)] for n in range(NUM_STRETCHES)]
+    xs = [statistics.fmean(x for x, _ in one) for one in stretches]
+    ys = [statistics.median(y for _, y in one) for one in stretches]
+    slope, start = statistics.linear_regression(xs, ys)
+    spread = sum((x - statistics.fmean(xs)) ** 2 for x in xs)
+    residual = sum((y - start - slope * x) ** 2 for x, y in zip(xs, ys, strict=True)) / (NUM_STRETCHES - 2)
+    return slope, STUDENT_T_975_OF_8 * math.sqrt(residual / spread)
+
+
+class YoungWorld(CalmWorld):
+    num_past = 0
+
+
+def soak(kind: type[CalmWorld], folder: Path, seed: int, warm_up_s: float, seconds: float) -> dict[str, Any]:
+    with kind(folder, seed) as world:
+        time.sleep(warm_up_s)
+        children = {child.name: child for child in (*world.services(), world.redis, *world.trainers.values())}
+        watched = {name: Watched(name) for name in children}
+        began = time.monotonic()
+        while (now := time.monotonic() - began) < seconds:
+            for name, child in children.items():
+                assert child.alive, f"{name} has ended: {child.log.read_text()[-500:]}"
+                watched[name].look(child, now)
+            time.sleep(LOOK_EVERY_S)
+        with world.client() as client:
+            dataset = int(client.info("memory")["used_memory_dataset"])
+        steps = {run: len(world.truth(run)) for run in world.runs}
+    return {
+        "soak": {
+            "seed": seed,
+            "commit": commit(),
+            "warm_up_s": warm_up_s,
+            "seconds": seconds,
+            "steps": sum(steps.values()),
+            "redis_dataset_mb": round(dataset / MB, 1),
+            "leaked_processes": len(world.leaked),
+            "processes": [one.told() for one in watched.values()],
+        }
+    }
+
+
+def grows(row: dict[str, Any]) -> bool:
+    return row["interval_mb_per_h"][0] > 0 or row["files"][1] > row["files"][0] or row["threads"][1] > row["threads"][0]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=1_800.0, metavar="S")
+    parser.add_argument("--warm-up", type=float, default=400.0, metavar="S")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--young", action="store_true", help="streams are empty at the start, and Redis grows")
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="gradloc-soak-") as folder, interruptible():
+        kind = YoungWorld if options.young else CalmWorld
+        result = soak(kind, Path(folder) / "world", options.seed, options.warm_up, options.seconds)
+    rows = result["soak"]["processes"]
+    if options.json:
+        sys.stdout.write(json.dumps(result) + "\n")
+    else:
+        for row in rows:
+            low, high = row["interval_mb_per_h"]
+            sys.stdout.write(
+                f"{row['process']:<12} {row['memory_mb']:>7} MB, {row['slope_mb_per_h']:+.2f} MB/h in [{low:+.2f}, "
+                f"{high:+.2f}], descriptors {row['files']}, threads {row['threads']}\n"
+            )
+    sys.exit(1 if any(grows(row) for row in rows) or result["soak"]["leaked_processes"] else 0)
+
+
+if __name__ == "__main__":
+    main()
