@@ -211,6 +211,11 @@ def test_a_person_resolves_silences_and_opens_again_on_the_page(
     page.locator(".log").get_by_text("Resolved by ada: row removed").wait_for()
     page.get_by_role("button", name="Open again").click()
     page.locator(".log").get_by_text("Opened again by ada").wait_for()
+    page.get_by_role("button", name="Keep snapshots").click()
+    page.locator(".log").get_by_text("Snapshots pinned by ada").wait_for()
+    page.get_by_role("button", name="Let snapshots go").click()
+    page.locator(".log").get_by_text("Snapshots unpinned by ada").wait_for()
+    page.get_by_role("button", name="Keep snapshots").wait_for()
     page.get_by_role("button", name="Silence this run").click()
     page.get_by_text("Silenced by ada until").wait_for()
 

@@ -102,6 +102,7 @@ class IncidentAnswer(Part):
     limit: float | None
     localization_attempt: int
     acknowledged_by: str | None
+    pinned_by: str | None = None  # its snapshots stay, whatever their age
     url: str | None
 
 

@@ -105,7 +105,7 @@ class Queries:
     hide_text: bool = False
     teams: frozenset[str] | None = None
 
-    renderer: ClassVar[str] = f"2/{SCHEMA_VERSION}"  # grows when an answer changes: ready-made ones are made anew
+    renderer: ClassVar[str] = f"3/{SCHEMA_VERSION}"  # grows when an answer changes: ready-made ones are made anew
 
     def _seen_run(self) -> ColumnElement[bool]:
         return true() if self.teams is None else RunRow.team.in_(sorted(self.teams))
@@ -440,6 +440,7 @@ class Queries:
                 "limit": None if spike is None else spike.limit,
                 "localization_attempt": row.localization_attempt,
                 "acknowledged_by": row.acknowledged_by,
+                "pinned_by": row.pinned_by,
                 "url": self.page_url(row.incident_id),
             }
         )

@@ -85,11 +85,11 @@ function ages() {
 
 function requested(wish, form) {
   const by = form.elements.by.value, text = form.elements.text.value;
-  const incident = `/api/v1/incidents/${form.dataset.incident}/${wish}`;
+  const incident = `/api/v1/incidents/${form.dataset.incident}/${wish === "unpin" ? "pin" : wish}`;
   switch (wish) {
     case "comments": return [incident, { by, text }];
     case "resolve": case "reopen": return [incident, { by, reason: text }];
-    case "pin": return [incident, { by, pinned: true }];
+    case "pin": case "unpin": return [incident, { by, pinned: wish === "pin" }];
     case "silence":
       return ["/api/v1/silences", { by, reason: text, hours: 8, matchers: [{ name: "run", value: form.dataset.run }] }];
     default: return [incident, { by }];
