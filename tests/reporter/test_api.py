@@ -228,7 +228,7 @@ def test_acknowledging_and_commenting_are_logged(kit: Any, told: Any, bus: Memor
 
 def test_openapi_describes_every_route_and_the_strings_for_numbers(kit: Any, api: str) -> None:
     schema = kit.ask(f"{api}/openapi.json").json
-    incident = ("acknowledge", "attribution", "comments", "pin", "relocalize", "reopen", "resolve", "similar")
+    incident = ["acknowledge", "attribution", "comments", "pin", "relocalize", "reopen", "resolve", "similar", "whatif"]
     assert set(schema["paths"]) == {
         "/api/v1/audit",
         "/api/v1/runs",
