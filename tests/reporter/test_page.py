@@ -337,6 +337,7 @@ def test_the_origin_is_marked_in_the_sequence_and_the_proof_shows_both_norms(
         ("https://wandb.ai/team/project/runs/x?a=1&b=2", "https://wandb.ai/team/project/runs/x?a=1&amp;b=2"),
         ("http://mlflow.local:5000/#/experiments/1/runs/2", "http://mlflow.local:5000/#/experiments/1/runs/2"),
         ("javascript:alert(1)", None),
+        ("javascript://wandb.ai/%0aalert(1)", None),
         ("//evil.example/x", None),
         ("https://", None),
         ("http://[::1", None),
