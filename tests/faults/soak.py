@@ -1,6 +1,6 @@
 """A calm world for a long time: nothing may grow.
 
-    python tests/faults/soak.py --seconds 1800 --warm-up 400 --json
+    python tests/faults/soak.py --seconds 1800 --warm-up 1500 --json
 
 Two trainers publish thirty steps a second each, with a spike now and then, to the real services. Their streams are at
 their bound from the start, so that Redis does not grow either. After a warm-up, in which caches and pools fill,
@@ -35,7 +35,8 @@ NUM_STRETCHES = 10
 STUDENT_T_975_OF_8 = 2.306
 LOOK_EVERY_S = 2.0
 MB = 1e6
-CALM = dict.fromkeys(LAYERS, 0.5)
+# With as many digits as real ones have: a stream is as large then as it will be.
+NORM, CALM = 1.0123456789012345, dict.fromkeys(LAYERS, 0.5061728394506172)
 
 
 class CalmWorld(World):
@@ -50,12 +51,8 @@ class CalmWorld(World):
         num_steps = self.num_past
         bus = RedisBus(self.url())
         for start in range(first_step, num_steps, 1_000):
-            data = [
-                codec.encode(
-                    StepObserved(run_id=run, ts=1.0, step=step, grad_norm=1.0, layer_norms=CALM, num_tokens=1_000)
-                )
-                for step in range(start, min(start + 1_000, num_steps))
-            ]
+            numbers = range(start, min(start + 1_000, num_steps))
+            data = [codec.encode(_past(run, step)) for step in numbers]
             bus.append(streams.stream(run, "steps"), data, length_max=streams.STREAM_LENGTH_MAX["steps"])
         bus.close()
         super().start_trainer(run, num_steps)
@@ -103,6 +100,10 @@ def slope_of(points: list[tuple[float, float]]) -> tuple[float, float]:
     return slope, STUDENT_T_975_OF_8 * math.sqrt(residual / spread)
 
 
+def _past(run: str, step: int) -> StepObserved:
+    return StepObserved(run_id=run, ts=time.time(), step=step, grad_norm=NORM, layer_norms=CALM, num_tokens=1_000)
+
+
 class YoungWorld(CalmWorld):
     num_past = 0
 
@@ -142,7 +143,7 @@ def grows(row: dict[str, Any]) -> bool:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=1_800.0, metavar="S")
-    parser.add_argument("--warm-up", type=float, default=400.0, metavar="S")
+    parser.add_argument("--warm-up", type=float, default=1_500.0, metavar="S")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--young", action="store_true", help="streams are empty at the start, and Redis grows")
     parser.add_argument("--json", action="store_true")
