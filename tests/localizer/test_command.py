@@ -155,3 +155,18 @@ def test_a_store_that_cannot_be_opened_is_one_line(run):
     result = run("nosuch://bucket/run/0/7")
     assert result.exit_code == 2
     assert len(result.stderr.splitlines()) == 1
+
+
+def test_redacted_there_is_no_text_of_the_run_in_any_form(run, snapshot, tmp_path):
+    page = tmp_path / "page.html"
+    told = run(str(snapshot), "--json").stdout
+    culprit = json.loads(told)["culprits"][0]
+    words = (culprit["uid"], f'"{culprit["token_text"]}"', f">{culprit['token_text']}<", f"'{culprit['token_text']}'")
+    told += run(str(snapshot), "--html", str(page)).output + page.read_text()
+    assert [word in told for word in words] == [True] * 4
+    quiet = run(str(snapshot), "--json", "--redact").output
+    result = run(str(snapshot), "--html", str(page), "--redact")
+    assert result.exit_code == 0, result.output
+    quiet += result.output + page.read_text()
+    assert '"token_id"' in quiet
+    assert [word in quiet for word in words] == [False] * 4

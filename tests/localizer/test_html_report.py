@@ -9,6 +9,7 @@ from click.testing import CliRunner
 
 from gradloc_localizer.command import localize
 from gradloc_localizer.html_report import html_report, png
+from gradloc_localizer.picture import WIDTH
 from gradloc_proto.messages import Finding
 
 HOSTILE = "<script>document.title='taken'</script>"
@@ -102,6 +103,20 @@ def test_a_page_that_cannot_be_written_is_one_line(snapshot, tmp_path):
     result = CliRunner().invoke(localize, [str(snapshot), "--html", str(page), "--threads", "1", "--device", "cpu"])
     assert result.exit_code == 2
     assert len(result.stderr.splitlines()) == 1 and "finding.html" in result.stderr
+
+
+def test_the_page_is_a_picture_too(snapshot, tmp_path, monkeypatch):
+    """By a browser of the machine; where there is none, one line says so."""
+    out = tmp_path / "finding.png"
+    arguments = [str(snapshot), "--png", str(out), "--json", "--threads", "1", "--device", "cpu"]
+    result = CliRunner().invoke(localize, arguments)
+    assert result.exit_code == 0, result.output
+    header = out.read_bytes()[:24]
+    assert header.startswith(b"\x89PNG") and int.from_bytes(header[16:20], "big") == WIDTH
+    monkeypatch.setenv("PATH", str(tmp_path))
+    result = CliRunner().invoke(localize, arguments)
+    assert result.exit_code == 2
+    assert len(result.stderr.splitlines()) == 1 and "needs Chromium" in result.stderr
 
 
 def test_text_of_the_run_is_shown_and_never_run(chromium, tmp_path):

@@ -42,6 +42,7 @@ from gradloc.snapshot_writer import Order, SnapshotWriter, host_batch, host_copy
 from gradloc.step_message import step_message
 from gradloc.store import Store
 from gradloc.unsupported import refuse
+from gradloc.weights_elsewhere import WEIGHTS_BYTES_MAX, fingerprint_of
 from gradloc_proto import rules
 from gradloc_proto.bus import Bus
 from gradloc_proto.identities import check_run_id
@@ -131,6 +132,8 @@ class Probe:
         scaler: object | None = None,
         texts: Callable[[int], str] | None = None,
         reference_after: int | None = None,
+        weights_bytes_max: int | None = None,
+        checkpoint: Callable[[], str | None] | str | None = None,
     ) -> None:
         distributed = dist.is_available() and dist.is_initialized()
         self.rank = dist.get_rank() if distributed else 0
@@ -159,7 +162,11 @@ class Probe:
         self.findings: deque[Finding] = deque(maxlen=FINDINGS_LENGTH)
         self._inline = None if localize is None else self._inline_localizer(model, texts)
         self._ring: deque[_KeptStep] = deque(maxlen=RING_LENGTH)
-        self._references = None if reference_after is None or store is None else ReferencePlan(reference_after)
+        size = sum(tensor.numel() * tensor.element_size() for tensor in self._module.state_dict().values())
+        self._weights_apart = weights_bytes_max is not None and size > weights_bytes_max
+        self._checkpoint = checkpoint
+        no_references = reference_after is None or store is None or self._weights_apart
+        self._references = None if no_references else ReferencePlan(reference_after or FIRST_AFTER_STEPS)
         self._metrics_before: deque[dict[str, float]] = deque(maxlen=METRICS_USUAL_STEPS)
         self._complained: set[str] = set()
         self._rules = rules.RunState()
@@ -430,7 +437,13 @@ class Probe:
         if self.rank != 0 and not self._sharded:
             self._writer.write(part)
             return
-        state, tied = host_copy(self._module)  # of sharded weights every rank gathers, rank 0 keeps
+        state: dict[str, torch.Tensor] | None = None
+        tied: dict[str, str] = {}
+        apart: dict[str, Any] = {}
+        if self._weights_apart:
+            apart = self._reference_to_weights() if self.rank == 0 else {}
+        else:
+            state, tied = host_copy(self._module)  # of sharded weights every rank gathers, rank 0 keeps
         if self.rank != 0:
             self._writer.write(part)
             return
@@ -448,7 +461,8 @@ class Probe:
             rank_norms=() if self._sharded else view.rank_norms,
             metrics=view.metrics,
             metrics_usual=_medians(self._metrics_before),
-            weights=weights,
+            weights="none" if self._weights_apart else weights,
+            **apart,
             model_config_hf=self._record.config,
             architecture=self._record.architecture,
             model_factory=self._record.factory,
@@ -463,6 +477,12 @@ class Probe:
             parts=(),
         )
         self._writer.write(replace(part, manifest=manifest, weights=state, tokenizer_json=self._tokenizer_json))
+
+    def _reference_to_weights(self) -> dict[str, Any]:
+        """Where weights like these lie, and what tells whether they are these; of shards nothing tells."""
+        place = self._checkpoint() if callable(self._checkpoint) else self._checkpoint
+        own = {} if self._sharded else fingerprint_of(dict(self._module.named_parameters()))
+        return {"weights_at": None if place is None else str(place), "weights_fingerprint": own}
 
     def _limits(self) -> Limits:
         published = self._publisher.limits if self._publisher is not None else None
@@ -549,6 +569,8 @@ def watch(
     localize: Literal["inline"] | None = None,
     scaler: object | None = None,
     reference_after: int | None = FIRST_AFTER_STEPS,
+    weights_bytes_max: int | None = WEIGHTS_BYTES_MAX,
+    checkpoint: Callable[[], str | None] | str | None = None,
 ) -> Probe:
     """Watch a training process; call it on every rank, after torch.distributed is initialised.
 
@@ -564,7 +586,9 @@ def watch(
     (probe.finding; docs/algorithm.md, "Inline mode"). scaler: fp16's torch.amp.GradScaler, whose scale
     is in dL/dlogp but no longer in the unscaled gradients. reference_after: with a store, an ordinary step
     is kept after so many healthy ones, and again whenever their number has doubled: what its replay
-    deviates by is what a spike's replay may; None: never.
+    deviates by is what a spike's replay may; None: never. weights_bytes_max: of a larger model snapshots hold no
+    weights (None: always); checkpoint: then, where they lie or lay last, a folder in the Hugging Face layout as a URL,
+    or a function that says so at the time (docs/protocol.md, "Snapshots").
 
     Raises ValueError for arguments that cannot be meant (before training starts); never afterwards.
     """
@@ -580,6 +604,8 @@ def watch(
         raise ValueError(f"localize is {localize!r}; expected None or 'inline'")
     if scaler is not None and not callable(getattr(scaler, "get_scale", None)):
         raise ValueError(f"scaler is a {type(scaler).__name__}; expected a torch.amp.GradScaler")
+    if weights_bytes_max is not None and not weights_bytes_max >= 0:
+        raise ValueError(f"weights_bytes_max is {weights_bytes_max}; expected a number of bytes, or None")
     if reference_after is not None and not reference_after >= 1:
         raise ValueError(f"reference_after is {reference_after}; expected a number of steps, 1 or more, or None")
     return Probe(
@@ -600,6 +626,8 @@ def watch(
         scaler=scaler,
         texts=texts_of(tokenizer),
         reference_after=reference_after,
+        weights_bytes_max=weights_bytes_max,
+        checkpoint=checkpoint,
     )
 
 

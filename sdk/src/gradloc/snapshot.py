@@ -121,6 +121,8 @@ class Manifest(_Document):
     model_config_hf: dict[str, Any] | None = None
     architecture: str | None = None
     model_factory: str | None = None
+    weights_at: str | None = None  # where weights is "none": the checkpoint that they are, or come after
+    weights_fingerprint: dict[str, tuple[float, float]] = {}
     tied_weights: dict[str, str] = {}
     parameter_dtype: str = "float32"
     autocast_dtype: str | None = None
@@ -213,7 +215,7 @@ class Snapshot:
                 "take a new snapshot"
             )
         (name,) = part.files
-        tensors = _load(self._checked(name, part.files[name]), name)
+        tensors = tensors_of(self._checked(name, part.files[name]), name)
         found = []
         for index, record in enumerate(part.micro_batches):
             values: dict[str, Any] = {
@@ -235,10 +237,11 @@ class Snapshot:
         record = self.manifest.files.get(WEIGHTS)
         if record is None:
             raise SnapshotRejected(
-                f"snapshot {self.store.url} holds no weights (weights={self.manifest.weights}); "
-                "localize inline, or give the checkpoint it refers to"
+                f"snapshot {self.store.url} holds no weights; it refers to "
+                f"{(self.manifest.weights_at or 'no checkpoint')[:200]}: name the place with --weights, let the pool "
+                "read there (GRADLOC_CHECKPOINTS), or localize inline"
             )
-        weights = _load(self._checked(WEIGHTS, record), WEIGHTS)
+        weights = tensors_of(self._checked(WEIGHTS, record), WEIGHTS)
         for name, source in self.manifest.tied_weights.items():
             if source not in weights:
                 raise SnapshotRejected(f"snapshot {self.store.url}: tied weight {name} refers to {source}, not stored")
@@ -319,7 +322,8 @@ def _record(stored: StoredFile) -> FileRecord:
     return FileRecord(num_bytes=stored.num_bytes, sha256=stored.sha256)
 
 
-def _load(data: bytes, name: str) -> dict[str, torch.Tensor]:
+def tensors_of(data: bytes, name: str) -> dict[str, torch.Tensor]:
+    """Tensors of a safetensors file. Raises SnapshotRejected."""
     try:
         return load_tensors(data)
     except SafetensorError as error:
@@ -366,6 +370,7 @@ __all__ = [
     "StoreUnavailable",
     "collect_parts",
     "open_snapshot",
+    "tensors_of",
     "write_manifest",
     "write_part",
     "write_tokenizer",

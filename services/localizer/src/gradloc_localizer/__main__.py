@@ -65,6 +65,7 @@ def main(
         device=device,
         num_threads=threads,
         reference=os.environ.get("GRADLOC_REFERENCE") or None,
+        checkpoints=tuple(filter(None, os.environ.get("GRADLOC_CHECKPOINTS", "").split(","))),
         allowed_factories=tuple(filter(None, os.environ.get("GRADLOC_ALLOWED_FACTORIES", "").split(","))),
     )
     signal.signal(signal.SIGTERM, _stop)

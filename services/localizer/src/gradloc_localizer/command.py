@@ -1,11 +1,13 @@
 """`gradloc localize SNAPSHOT`: explain a saved step on this machine, without Redis or Ray."""
 
 import sys
+import tempfile
 from pathlib import Path
 
 import click
 from rich.console import Console
 
+from gradloc_localizer import picture
 from gradloc_localizer.report import report
 from gradloc_localizer.terminal import EXIT_REJECTED, progress_bar
 from gradloc_proto.finding import without_text
@@ -27,6 +29,11 @@ WHOLE_SEQUENCE = 131_072  # positions of a page: more than people read, less tha
     type=click.Path(dir_okay=False, writable=True, path_type=Path),
     help="Write the finding there as one self-contained page as well.",
 )
+@click.option(
+    "--png",
+    type=click.Path(dir_okay=False, writable=True, path_type=Path),
+    help="Write the top of that page there as a picture; needs Chromium.",
+)
 @click.option("--redact", is_flag=True, help="Leave out the text of tokens and the names of samples, everywhere.")
 @click.option("--json", "as_json", is_flag=True, help="Print the finding as one line of JSON.")
 @click.option(
@@ -42,17 +49,22 @@ WHOLE_SEQUENCE = 131_072  # positions of a page: more than people read, less tha
 @click.option(
     "--reference", metavar="SNAPSHOT", help="A healthy step of the same run: how well replays of the run match."
 )
+@click.option(
+    "--weights", metavar="CHECKPOINT", help="Weights for a snapshot that only refers to them: a folder or URL."
+)
 @click.option("--device", default="auto", show_default=True, help="cpu, cuda, cuda:0 or auto.")
 @click.option("--threads", type=click.IntRange(min=1), default=2, show_default=True, help="Threads of torch.")
 def localize(
     snapshot: str,
     strategy: str,
     html: Path | None,
+    png: Path | None,
     redact: bool,
     as_json: bool,
     limit: float | None,
     factories: tuple[str, ...],
     reference: str | None,
+    weights: str | None,
     device: str,
     threads: int,
 ) -> None:
@@ -70,15 +82,16 @@ def localize(
                 device=device,
                 num_threads=threads,
                 reference=reference,
-                num_positions=WHOLE_SEQUENCE if html is not None else None,
+                weights=weights,
+                num_positions=None if html is None and png is None else WHOLE_SEQUENCE,
             )
             manifest, finding = explain(snapshot, options, on_progress)
         if redact:
             finding = without_text(finding)
-        if html is not None:
+        if html is not None or png is not None:
             from gradloc_localizer.html_report import html_report
 
-            html.write_text(html_report(finding, run_id=manifest.run_id, where=snapshot), encoding="utf-8")
+            _write(html_report(finding, run_id=manifest.run_id, where=snapshot), html, png)
     except (ValueError, OSError) as error:
         line = str(error).split("\n", maxsplit=1)[0]
         click.echo(f"gradloc localize: {line}", err=True)
@@ -87,3 +100,13 @@ def localize(
         click.echo(finding.model_dump_json())
     else:
         Console().print(report(finding))
+
+
+def _write(page: str, html: Path | None, png: Path | None) -> None:
+    if html is not None:
+        html.write_text(page, encoding="utf-8")
+    if png is not None:
+        with tempfile.TemporaryDirectory(prefix="gradloc-page-") as folder:
+            shown = Path(folder) / "page.html"
+            shown.write_text(page, encoding="utf-8")
+            picture.take(shown, png)

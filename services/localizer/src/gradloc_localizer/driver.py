@@ -2,7 +2,7 @@
 
 import json
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -13,6 +13,7 @@ from gradloc.localization import Progress, Strategy, localize
 from gradloc.policy import Meter, PlacedBatch, Policy, place
 from gradloc.replay import coefficients_of, replay
 from gradloc.snapshot import Manifest, Snapshot, SnapshotRejected, open_snapshot
+from gradloc.weights_elsewhere import is_same, read_checkpoint
 from gradloc_localizer.model_source import ModelRejected, build_model, dtype_of
 from gradloc_proto.messages import Finding
 
@@ -25,6 +26,8 @@ class Options:
     """How to localize. `limit`: instead of the snapshot's own. `device`: as torch names it, or "auto".
 
     reference: URL of a healthy step's snapshot of the same run; its replay says how well replays of the run match.
+    weights: URL of a checkpoint, for a snapshot that holds no weights. checkpoints: places (URLs that theirs must begin
+    with) from which a snapshot may name one itself.
     num_positions: of the culprit's sequence that the finding shows; None: as many as a message should hold.
     """
 
@@ -34,6 +37,8 @@ class Options:
     device: str = "auto"
     num_threads: int = NUM_THREADS
     reference: str | None = None
+    weights: str | None = None
+    checkpoints: Collection[str] = ()
     num_positions: int | None = None
 
 
@@ -48,8 +53,12 @@ def explain(
     on_progress("opening", 0.0)
     snapshot = open_snapshot(url)
     manifest = snapshot.manifest
-    policy, batches = rebuilt(snapshot, options, lambda: on_progress("rebuilding", 0.05))
+    weights = _weights_elsewhere(manifest, options)
+    policy, batches = rebuilt(snapshot, options, lambda: on_progress("rebuilding", 0.05), weights)
     facts = facts_of(manifest, options.limit)
+    if weights is not None and is_same(manifest.weights_fingerprint, weights):
+        facts = replace(facts, weights="before-update")
+    del weights
 
     def healthy_error() -> float | None:
         return None if options.reference is None else _healthy_error(options.reference, manifest, options)
@@ -77,9 +86,12 @@ def explain(
 
 
 def rebuilt(
-    snapshot: Snapshot, options: Options, on_open: Callable[[], None] = lambda: None
+    snapshot: Snapshot,
+    options: Options,
+    on_open: Callable[[], None] = lambda: None,
+    weights: Mapping[str, Tensor] | None = None,
 ) -> tuple[Policy, tuple[PlacedBatch, ...]]:
-    """A snapshot's step, ready to replay."""
+    """A snapshot's step, ready to replay; with these weights, where they were read already."""
     manifest = snapshot.manifest
     parts = [snapshot.micro_batches(part.rank) for part in manifest.parts]
     try:
@@ -87,11 +99,31 @@ def rebuilt(
     except ValueError as error:
         raise SnapshotRejected(f"snapshot {snapshot.store.url}: {error}") from None
     on_open()
-    model = build_model(snapshot, allowed_factories=options.allowed_factories, device=_device(options.device))
+    model = build_model(
+        snapshot,
+        allowed_factories=options.allowed_factories,
+        device=_device(options.device),
+        weights=_weights_elsewhere(manifest, options) if weights is None else weights,
+    )
     _check_ids(snapshot, model, batches)
     meter = Meter(sum(placed.batch.ids_BT.numel() for placed in batches))
     autocast = None if manifest.autocast_dtype is None else dtype_of(manifest.autocast_dtype)
     return Policy(model, meter, autocast_dtype=autocast, head=manifest.head), batches
+
+
+def _weights_elsewhere(manifest: Manifest, options: Options) -> dict[str, Tensor] | None:
+    """Weights of the checkpoint that stands in for those a snapshot does not hold. A place that only the snapshot names
+    is not read. Raises SnapshotRejected."""
+    if manifest.weights != "none":
+        return None
+    place, told = options.weights, manifest.weights_at
+    if place is None and told is not None and any(_lies_under(told, one) for one in options.checkpoints):
+        place = told
+    return None if place is None else read_checkpoint(place)
+
+
+def _lies_under(url: str, place: str) -> bool:
+    return url.startswith(place.rstrip("/") + "/") and ".." not in url.split("/")
 
 
 def facts_of(manifest: Manifest, limit: float | None = None) -> StepFacts:
@@ -102,7 +134,7 @@ def facts_of(manifest: Manifest, limit: float | None = None) -> StepFacts:
         limit=manifest.limit if limit is None else limit,
         healthy_norm=manifest.healthy_norm,
         healthy_layer_norms=manifest.healthy_layer_norms,
-        weights=manifest.weights,
+        weights="after-update" if manifest.weights == "none" else manifest.weights,
         rank_norms=manifest.rank_norms,
         metrics=manifest.metrics,
         metrics_usual=manifest.metrics_usual,

@@ -34,6 +34,7 @@ class Job:
     num_threads: int = 2
     allowed_factories: tuple[str, ...] = field(default=())
     reference: str | None = None
+    checkpoints: tuple[str, ...] = field(default=())
 
     @property
     def step(self) -> int:
@@ -81,6 +82,7 @@ def _localize(job: Job, findings: Findings) -> Finding:
         device=job.device,
         num_threads=job.num_threads,
         reference=job.reference,
+        checkpoints=job.checkpoints,
     )
     manifest, finding = explain(job.snapshot, options, findings.progressed)
     if (manifest.run_id, manifest.attempt) != (job.run_id, job.attempt):

@@ -41,13 +41,19 @@ def dtype_of(name: str) -> torch.dtype:
     return dtype
 
 
-def build_model(snapshot: Snapshot, *, allowed_factories: Collection[str] = (), device: str = "cpu") -> nn.Module:
-    """The model with the snapshot's weights, on `device`. Raises ModelRejected or SnapshotRejected."""
+def build_model(
+    snapshot: Snapshot,
+    *,
+    allowed_factories: Collection[str] = (),
+    device: str = "cpu",
+    weights: Weights | None = None,
+) -> nn.Module:
+    """The model with the snapshot's weights, or those given, on `device`. Raises ModelRejected or SnapshotRejected."""
     manifest = snapshot.manifest
-    weights = snapshot.weights()
+    weights = snapshot.weights() if weights is None else weights
     model = _empty_model(manifest, allowed_factories, weights)
     _check_fit(model, weights, manifest)
-    model.load_state_dict(weights, strict=False)
+    model.load_state_dict(dict(weights), strict=False)
     if manifest.compute_dtype is not None:
         _cast_parameters(model, dtype_of(manifest.compute_dtype))
     if not any(parameter.requires_grad for parameter in model.parameters()):
