@@ -105,6 +105,8 @@ def test_a_page_that_cannot_be_written_is_one_line(snapshot, tmp_path):
     assert len(result.stderr.splitlines()) == 1 and "finding.html" in result.stderr
 
 
+@pytest.mark.full  # a browser of its own: seconds on a machine that is free, minutes on one that is not
+@pytest.mark.timeout(900)
 def test_the_page_is_a_picture_too(snapshot, tmp_path, monkeypatch):
     """By a browser of the machine; where there is none, one line says so."""
     out = tmp_path / "finding.png"

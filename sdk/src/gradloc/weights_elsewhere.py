@@ -19,6 +19,7 @@ WEIGHTS_BYTES_MAX = 32 << 30  # a copy of more than this would take minutes to w
 SAME = 1e-10  # of the largest that a sum of so many elements can be: rounding of float64 sums in another order
 INDEX, WHOLE = "model.safetensors.index.json", "model.safetensors"
 FILES_MAX = 1_024
+FILE_BYTES_MAX, INDEX_BYTES_MAX = 1 << 37, 1 << 26  # 128 GiB: nobody writes larger pieces; 64 MiB of names
 Fingerprint = dict[str, tuple[float, float]]
 
 
@@ -55,7 +56,7 @@ def read_checkpoint(url: str) -> dict[str, torch.Tensor]:
         names = _files_of(store)
         found: dict[str, torch.Tensor] = {}
         for name in names:
-            found |= tensors_of(store.read(name), name)
+            found |= tensors_of(store.read(name, bytes_max=FILE_BYTES_MAX), name)
     except FileNotFoundError:
         raise SnapshotRejected(
             f"no weights at {store.url}: neither {WHOLE} nor {INDEX} with its files; give a checkpoint in the Hugging "
@@ -72,7 +73,7 @@ def _files_of(store: Store) -> list[str]:
     if not store.exists(INDEX):
         return [WHOLE]
     try:
-        document: Any = json.loads(store.read(INDEX))
+        document: Any = json.loads(store.read(INDEX, bytes_max=INDEX_BYTES_MAX))
         names = sorted({str(name) for name in document["weight_map"].values()})
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         raise ValueError(f"{INDEX} is no index of weights") from None

@@ -8,7 +8,7 @@ from pathlib import Path
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 WIDTH, HEIGHT = 1120, 1800  # of a report's first screens; the whole of 16,384 tokens would be forty
-TIMEOUT_S = 120.0
+TIMEOUT_S = 240.0
 
 
 class NoPicture(ValueError):
