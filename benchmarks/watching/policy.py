@@ -21,6 +21,7 @@ class Size:
     num_rows: int
     num_positions: int
     num_micro_batches: int
+    autocast: bool = False  # bf16
 
 
 LARGE = Size(vocabulary=4096, width=512, num_layers=6, num_rows=4, num_positions=128, num_micro_batches=2)
@@ -55,10 +56,11 @@ class Policy(nn.Module):
 class Loop:
     """A training loop as a user would write it, with gradloc's three lines where it is watched."""
 
-    def __init__(self, size: Size, watch: dict[str, Any] | None) -> None:
+    def __init__(self, size: Size, watch: dict[str, Any] | None, device: str = "cpu") -> None:
         torch.manual_seed(0)
         self.size = size
-        self.policy = Policy(size)
+        self.policy = Policy(size).to(device)
+        self.device = device
         self.optimizer = torch.optim.AdamW(self.policy.parameters(), lr=1e-5)
         self.probe = None if watch is None else gradloc.watch(self.policy, self.optimizer, **watch)
         self.observed_s = 0.0  # of the last step
@@ -70,11 +72,13 @@ class Loop:
         size = self.size
         for _ in range(size.num_micro_batches):
             rows = max(size.num_rows // size.num_micro_batches, 1)
-            ids_BT = torch.randint(size.vocabulary, (rows, size.num_positions), generator=generator)
-            logp_BTV = torch.log_softmax(self.policy(ids_BT)[:, :-1], dim=-1)
+            ids_BT = torch.randint(size.vocabulary, (rows, size.num_positions), generator=generator).to(self.device)
+            with torch.autocast(self.device, dtype=torch.bfloat16, enabled=size.autocast):
+                logits_BTV = self.policy(ids_BT)
+            logp_BTV = torch.log_softmax(logits_BTV[:, :-1].float(), dim=-1)
             logp_BR = logp_BTV.gather(-1, ids_BT[:, 1:, None])[..., 0]
             rollout_logp_BR = logp_BR.detach() - 0.01
-            advantage_B = torch.randn(rows, generator=generator)
+            advantage_B = torch.randn(rows, generator=generator).to(self.device)
             if self.probe is not None:
                 mask_BR = torch.ones_like(logp_BR)
                 self.probe.tokens(logp_BR, ids_BT, mask_BR, rollout_logp=rollout_logp_BR, advantage=advantage_B)

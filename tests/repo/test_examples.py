@@ -32,6 +32,12 @@ def test_the_plain_loop_trains_to_its_last_step(repository: Path, tmp_path: Path
     assert "30 steps" in result.stdout
 
 
+def test_the_plain_loop_names_the_token_that_was_recorded_wrongly(repository: Path):
+    result = run(repository, "examples/plain_loop.py", "--steps", "22", "--fault")
+    assert result.returncode == 0, result.stderr
+    assert re.search(r"step 20: token: .* of the squared norm", result.stdout), result.stdout
+
+
 def test_the_plain_loop_trains_on_where_no_redis_answers(repository: Path):
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     environment.pop("GRADLOC_STRICT", None)

@@ -26,6 +26,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--store")
+    parser.add_argument("--redis")
     parser.add_argument("--watched", action="store_true")
     parser.add_argument("--struck", choices=["kill", "pause", "disk"])
     options = parser.parse_args()
@@ -40,7 +41,11 @@ def main() -> None:
     if world_size > 1:
         policy = DistributedDataParallel(policy)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-3)
-    probe = gradloc.watch(policy, optimizer, run="failing", store=options.store) if options.watched else None
+    probe = (
+        gradloc.watch(policy, optimizer, run="failing", redis=options.redis, store=options.store)
+        if options.watched
+        else None
+    )
     generator = torch.Generator().manual_seed(10 + rank)
     with (options.out / f"rank-{rank}.txt").open("w", buffering=1) as log:
         for step in range(NUM_STEPS):

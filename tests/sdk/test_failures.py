@@ -106,3 +106,12 @@ def test_a_store_that_takes_nothing_changes_no_bit(tmp_path: Path, trouble: str)
     assert watched.lines == plain.lines
     assert "snapshot of step 17 failed: StoreUnavailable: cannot write" in watched.output[0]
     assert not list(tmp_path.glob("store/**/manifest.json"))
+
+
+@pytest.mark.full
+def test_a_redis_that_nobody_answers_for_changes_no_bit(tmp_path: Path) -> None:
+    plain = train(tmp_path / "plain")
+    watched = train(tmp_path / "watched", "--watched", "--redis", "redis://127.0.0.1:1/0")
+    assert plain.codes == watched.codes == [0]
+    assert watched.lines == plain.lines
+    assert "training goes on" in watched.output[0]

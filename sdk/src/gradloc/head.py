@@ -17,13 +17,36 @@ Head = Literal["plain", "wide", "scaled"]
 _NARROW = (torch.bfloat16, torch.float16)
 
 
-def scaled(logits_BRV: Tensor, temperature: float, head: Head) -> Tensor:
-    """Logits over the temperature, float32 or wider."""
+def logp_and_entropy(
+    logits_BRV: Tensor, targets_BR: Tensor, temperature: float, head: Head, *, narrow: bool, entropy: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Log-probability of the targets and, if wished for, the entropy, float32 or wider [B, R].
+
+    narrow: made in the logits' own format, as the trainer made them, so that gradients round alike. Differences of
+    such values say nothing.
+    """
+    logits_BRV = _scaled(logits_BRV, temperature, head)
+    entropy_BR = None
+    if narrow and entropy:
+        # First, and of these very terms: autograd adds their gradients in the order of making, and rounds each sum.
+        p_BRV = torch.softmax(logits_BRV, dim=-1)
+        entropy_BR = _wide_of(torch.logsumexp(logits_BRV, dim=-1) - torch.sum(p_BRV * logits_BRV, dim=-1))
+    logp_BRV = torch.log_softmax(logits_BRV if narrow else _wide_of(logits_BRV), dim=-1)
+    if entropy and not narrow:
+        entropy_BR = -(logp_BRV.exp() * logp_BRV).sum(dim=-1)
+    return _wide_of(logp_BRV.gather(-1, targets_BR.unsqueeze(-1)).squeeze(-1)), entropy_BR
+
+
+def _wide_of(values: Tensor) -> Tensor:
+    return values.to(torch.promote_types(values.dtype, torch.float32))
+
+
+def _scaled(logits_BRV: Tensor, temperature: float, head: Head) -> Tensor:
+    """Logits over the temperature."""
     if head == "scaled" and temperature != 1.0:
         # One divisor a row: a number alone would be divided by without rounding it first.
-        divisor_B11 = logits_BRV.new_full((logits_BRV.shape[0], 1, 1), max(temperature, 1e-8))
-        logits_BRV, temperature = logits_BRV / divisor_B11, 1.0
-    return logits_BRV.to(torch.promote_types(logits_BRV.dtype, torch.float32)) / temperature
+        return logits_BRV / logits_BRV.new_full((logits_BRV.shape[0], 1, 1), max(temperature, 1e-8))
+    return _wide_of(logits_BRV) / temperature
 
 
 @contextlib.contextmanager

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from gradloc.head import Head, as_trained, scaled
+from gradloc.head import Head, as_trained, logp_and_entropy
 from gradloc.routing import Routing
 from gradloc.snapshot import MicroBatch
 
@@ -187,15 +187,17 @@ class Policy:
             )
             logits = output if isinstance(output, Tensor) else output.logits
         logits_BRV = logits[:, -num_positions - 1 : -1] if to_the_end else logits[:, -num_positions:]
-        logits_BRV = scaled(logits_BRV, batch.temperature, self._head)
         targets_BR = ids_BT[:, -num_positions:]
         self.meter.num_tokens_forward += fed_BT.numel()
         self.meter.num_forwards += 1
-        logp_BRV = torch.log_softmax(logits_BRV, dim=-1)
-        logp_BR = logp_BRV.gather(-1, targets_BR.unsqueeze(-1)).squeeze(-1)
-        if batch.entropy_coefficient_BR is None:
-            return logp_BR
-        entropy_BR = -(logp_BRV.exp() * logp_BRV).sum(dim=-1)
+        logp_BR, entropy_BR = logp_and_entropy(
+            logits_BRV,
+            targets_BR,
+            batch.temperature,
+            self._head,
+            narrow=torch.is_grad_enabled() and instead is None and batch.logp_BR.dtype == logits_BRV.dtype,
+            entropy=batch.entropy_coefficient_BR is not None,
+        )
         return _mixed(batch, logp_BR, entropy_BR)
 
     def log_probs_of(

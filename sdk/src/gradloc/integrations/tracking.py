@@ -37,10 +37,22 @@ class Tracking:
         return finite | {"gradloc/num_spikes": float(self._num_spikes)}
 
     def page(self) -> str | None:
-        """Address of the run's page at W&B, where it has one."""
+        """Address of the run's page at W&B, MLflow or trackio, whichever knows one first."""
         wandb = self._held("WandbCallback", "_wandb")
         url = getattr(getattr(wandb, "run", None), "url", None)
-        return str(url) if url else None
+        return str(url) if url else self._page_at_mlflow() or self._page_at_trackio()
+
+    def _page_at_mlflow(self) -> str | None:
+        mlflow = self._held("MLflowCallback", "_ml_flow")
+        run = None if mlflow is None else mlflow.active_run()
+        server = "" if run is None else str(mlflow.get_tracking_uri())
+        if run is None or not server.startswith(("http://", "https://")):
+            return None  # a folder has no page
+        return f"{server.rstrip('/')}/#/experiments/{run.info.experiment_id}/runs/{run.info.run_id}"
+
+    def _page_at_trackio(self) -> str | None:
+        space = self._held("TrackioCallback", "_space_id")
+        return f"https://huggingface.co/spaces/{space}" if space else None
 
     def found(self, finding: Finding) -> None:
         """A spike was explained. Every logger is tried; raises the first one's error after the last."""

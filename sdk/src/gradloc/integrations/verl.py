@@ -47,6 +47,7 @@ class WatchedFSDPEngine(FSDPEngineWithLMHead):  # type: ignore[misc]
             localize="inline" if os.environ.get("GRADLOC_LOCALIZE") == "inline" else None,
             tokenizer=self.model_config.tokenizer,
         )
+        self.probe.head = "scaled"
 
     def prepare_model_outputs(
         self, output: Any, output_args: Any, micro_batch: Any, logits_processor_func: Any
