@@ -27,6 +27,8 @@ def check_advantages(
     "any" (GAE and others: only outliers are judged).
     """
     names = list(groups) if groups is not None else _neighbours(len(advantages), group_size)
+    if groups is not None and len(groups) != len(advantages):
+        raise ValueError(f"{len(groups)} groups for {len(advantages)} advantages; expected one of each row")
     tally = Tally()
     grouped: dict[object, list[tuple[int, float]]] = {}
     for index, given in enumerate(advantages):

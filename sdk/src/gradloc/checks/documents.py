@@ -127,13 +127,13 @@ def _rewards(document: Document) -> Report | None:
     if any(isinstance(row, list) for row in given):
         groups = [index for index, row in enumerate(given) for _ in (row if isinstance(row, list) else [row])]
     size = document.get("group_size")
-    bounds = document.get("bounds")
+    bounds = numbers_of(document.get("bounds"))
     try:
         return rewards.check_rewards(
             flat,
             groups=groups if isinstance(groups, list) else None,
             group_size=size if isinstance(size, int) else None,
-            bounds=(float(bounds[0]), float(bounds[1])) if isinstance(bounds, list) and len(bounds) == 2 else None,
+            bounds=(bounds[0], bounds[1]) if bounds is not None and len(bounds) == 2 else None,
             lengths=numbers_of(document.get("lengths")),
             estimator=document.get("estimator"),
         )
