@@ -372,6 +372,8 @@ def test_redis_users_have_the_rights_of_their_role_and_no_password_in_the_open()
         (["--set", "redis.storage=lots"], "/redis/storage"),
         (["--set", "redis.trainers[0].name=a,redis.trainers[0].runs=a*b"], "/redis/trainers/0/runs"),
         (["--set", "redis.trainers[0].name=a"], "runs"),
+        (["--set", "localizer.replicas=9"], "/localizer/replicas"),
+        (["--set", "localizer.probes=probes"], "/localizer/probes"),
         (["--set", "localizer.device=tpu"], "/localizer/device"),
         (["--set", "localizer.workers.min=5"], "localizer.workers.min is more than"),
         (["--set", "localizer.workers.queueName=q"], "localizer.workers.queueName: Kueue"),

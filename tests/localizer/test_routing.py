@@ -17,7 +17,7 @@ def mixture(trainer, seed):
     config = AutoConfig.for_model(
         "qwen3_moe", vocab_size=trainer.vocabulary, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
         num_attention_heads=4, num_key_value_heads=2, head_dim=8, max_position_embeddings=64, initializer_range=0.08,
-        num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, tie_word_embeddings=True,
+        num_experts=8, num_experts_per_tok=2, moe_intermediate_size=32, tie_word_embeddings=True,
     )  # fmt: skip
     config._experts_implementation = "eager"  # the fused kernel knows no float64, which the oracle needs
     return AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=torch.float32)

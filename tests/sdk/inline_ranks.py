@@ -57,6 +57,8 @@ def train(mode: str, localize: Any) -> dict[str, Any]:
         probe._inline._module = None  # type: ignore[union-attr, assignment]  # a failure of ours, on one rank only
     generator = torch.Generator().manual_seed(10 + rank)
     at_spike: dict[str, Any] = {}
+    batches: list[Any] = []
+    weights: dict[str, Any] = {}
     for step in range(SPIKE + 2):
         for micro_batch in range(2):
             ids_BT = torch.randint(0, VOCABULARY, (4, 9), generator=generator)
@@ -66,10 +68,13 @@ def train(mode: str, localize: Any) -> dict[str, Any]:
             if step == SPIKE and micro_batch == 1:
                 weight_BR = weight_BR * rank  # a micro-batch of rank 0 without any gradient
                 weight_BR[2, 3] = 3e3 * rank
+            if step == SPIKE:
+                batches.append((ids_BT.tolist(), (-weight_BR / weight_BR.numel()).tolist()))
             probe.tokens(logp_BR, ids_BT, torch.ones_like(logp_BR), rollout_logp=logp_BR.detach())
             (-(weight_BR * logp_BR).mean()).backward()
         probe.observe()
         if step == SPIKE:
+            weights = {name: _whole(parameter).tolist() for name, parameter in model.named_parameters()}
             at_spike = {name: _whole(parameter.grad) for name, parameter in model.named_parameters()}
             at_spike["random"] = torch.get_rng_state()
         optimizer.step()
@@ -79,6 +84,8 @@ def train(mode: str, localize: Any) -> dict[str, Any]:
         "state": state | {f"spike.{name}": value for name, value in at_spike.items()},
         "findings": [json.loads(one.model_dump_json()) for one in probe.findings],
         "training": model.training,
+        "batches": batches,  # at the spike: ids and dL/dlogp, with the weights of then
+        "weights": weights,
     }
 
 
@@ -99,6 +106,8 @@ def main() -> None:
         report[mode] = {
             "findings": inline["findings"],
             "training": inline["training"],
+            "batches": inline["batches"],
+            "weights": inline["weights"],
             "differing": [
                 name for name, value in without["state"].items() if not torch.equal(value, inline["state"][name])
             ],

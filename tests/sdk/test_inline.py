@@ -1,6 +1,7 @@
 """Inline mode: the spike is explained in the training process, which goes on as if nothing had been."""
 
 import contextlib
+import importlib.util
 import json
 import math
 import os
@@ -241,9 +242,44 @@ def launch(out: Path, *modes: str) -> list[dict[str, Any]]:
     return [json.loads((out / f"rank-{rank}.json").read_text()) for rank in range(2)]
 
 
+def oracle(ranks: list[dict[str, Any]]) -> dict[tuple[int, int, int], torch.Tensor]:
+    """Shares [R] by rank, micro-batch and row: one float64 backward pass a token, in one process on whole weights."""
+    spec = importlib.util.spec_from_file_location("inline_ranks", SCRIPT)
+    assert spec is not None and spec.loader is not None
+    ranks_script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(ranks_script)
+    model = ranks_script.Language().double()
+    model.load_state_dict({name: torch.tensor(value) for name, value in ranks[0]["weights"].items()}, strict=False)
+    gradients: dict[tuple[int, int, int], torch.Tensor] = {}
+    for rank, told in enumerate(ranks):
+        for index, (ids, coefficients) in enumerate(told["batches"]):
+            ids_BT, coefficient_BR = torch.tensor(ids), torch.tensor(coefficients).double()
+            logp_BR = torch.log_softmax(model(ids_BT)[:, :-1], -1).gather(-1, ids_BT[:, 1:, None])[..., 0]
+            for row in range(len(ids_BT)):
+                own = []
+                for column in range(logp_BR.shape[1]):
+                    found = torch.autograd.grad(logp_BR[row, column], list(model.parameters()), retain_graph=True)
+                    own.append(coefficient_BR[row, column] * torch.cat([one.flatten() for one in found]))
+                gradients[rank, index, row] = torch.stack(own)
+    whole = torch.stack([own.sum(dim=0) for own in gradients.values()]).sum(dim=0)
+    return {place: own @ whole / whole.square().sum() for place, own in gradients.items()}
+
+
+def assert_exact(finding: dict[str, Any], shares: dict[tuple[int, int, int], torch.Tensor]) -> None:
+    view = finding["sequence_view"]
+    expected = shares[view["rank"], view["micro_batch"], view["sequence"]].tolist()
+    found = dict(enumerate(view["shares"], view["first_position"]))
+    assert [found[position] for position in range(1, 9)] == pytest.approx(expected, abs=1e-3)
+    for rank, micro_batch, sequence, share in finding["shares_by_sequence"]:
+        assert share == pytest.approx(float(shares[rank, micro_batch, sequence].sum()), abs=1e-3)
+    assert len(finding["shares_by_sequence"]) > 4
+
+
 def test_ranks_explain_together_replicated_or_sharded_and_nobody_waits_for_one_that_fails(tmp_path: Path) -> None:
     modes = ["ddp", "fsdp2", "fsdp2-bf16"]
     ranks = launch(tmp_path, *modes, "ddp-failing")
+    for mode in ("ddp", "fsdp2"):  # the latter's model lies in two processes
+        assert_exact(ranks[0][mode]["findings"][0], oracle([rank[mode] for rank in ranks]))
     for mode in modes:
         for rank in ranks:
             assert rank[mode]["differing"] == [], mode

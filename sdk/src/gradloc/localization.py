@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 from gradloc.culprits import NUM_CERTAIN, CulpritSet, Scene, find_tokens, places_of
@@ -22,10 +23,10 @@ from gradloc.layer_growth import LayerGrowth, layer_growth
 from gradloc.localized import summary_of, verdict_of
 from gradloc.nonfinite import NonFiniteSource, find_in_batch, find_in_network
 from gradloc.nonfinite_causes import nonfinite_cause
-from gradloc.policy import PlacedBatch, Policy
+from gradloc.policy import PlacedBatch, Policy, active_part
 from gradloc.relossed import Reading, origins_of, reading_of, relossed
 from gradloc.remedies import fix_for
-from gradloc.replay import Replay, coefficients_of, masked, replay
+from gradloc.replay import Replay, coefficients_of, masked, replay, replay_here
 from gradloc.search import Search, by_attribution, by_bisection
 from gradloc.three_runs import ThreeRuns, cause_of, with_runs
 from gradloc.verification import Place
@@ -77,8 +78,7 @@ def localize(
     on_progress("replaying", 0.1)
     source = find_in_batch(batches, coefficients)
     usable = coefficients if source is None else masked(coefficients, source.places)
-    with residual_sizes(policy.model) as sizes:
-        replayed = replay(policy, batches, usable)
+    replayed, sizes = _replayed(policy, batches, usable)
     if source is None and not replayed.gradient.is_finite:
         on_progress("bisecting", 0.4)
         source = find_in_network(policy, batches, coefficients)
@@ -102,6 +102,22 @@ def localize(
     return finding.model_copy(update={"cost": cost})
 
 
+def _replayed(
+    policy: Policy, batches: Sequence[PlacedBatch], coefficients: Sequence[Tensor]
+) -> tuple[Replay, list[Tensor]]:
+    """The replay, and the residual stream's sizes on its way. With a team those of the first micro-batch alone:
+    they must not depend on who replayed what."""
+    if policy.team is None:
+        with residual_sizes(policy.model) as sizes:
+            return replay(policy, batches, coefficients), sizes
+    parts = (active_part(placed.batch, own) for placed, own in zip(batches, coefficients, strict=True))
+    first = next((part for part in parts if part is not None), None)
+    with residual_sizes(policy.model) as sizes, torch.no_grad():
+        if first is not None:
+            policy.log_probs_of(first)
+    return replay(policy, batches, coefficients), sizes
+
+
 def _explain(order: _Order, scene: Scene, sizes: Sequence[Tensor]) -> Finding:
     facts = order.facts
     norm = scene.gradient.norm
@@ -114,7 +130,8 @@ def _explain(order: _Order, scene: Scene, sizes: Sequence[Tensor]) -> Finding:
     runs = None
     if refused in ("not-reproduced", "inconclusive"):
         order.on_progress("replaying again", 0.2)
-        runs = ThreeRuns(norm, replay(order.policy, order.batches, scene.coefficients).gradient.norm, order.elsewhere())
+        again = replay_here(order.policy, order.batches, scene.coefficients).gradient.norm  # no answer that was kept
+        runs = ThreeRuns(norm, again, order.elsewhere())
         fidelity = fidelity.model_copy(update={"again_norm": runs.again, "elsewhere_norm": runs.elsewhere})
         if runs.outcome(fidelity.tolerance) != "training-machine":
             refused = "inconclusive"  # the pool does not agree with itself: no evidence against the trainer

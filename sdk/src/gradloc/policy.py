@@ -8,7 +8,7 @@ import contextlib
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,9 @@ from torch.func import functional_call
 from gradloc.head import Head, as_trained, logp_and_entropy
 from gradloc.routing import Routing
 from gradloc.snapshot import MicroBatch
+
+if TYPE_CHECKING:
+    from gradloc.team import Team
 
 
 @dataclass(frozen=True)
@@ -112,8 +115,10 @@ class Policy:
 
     The model is put into eval mode: dropout is not replayed. `autocast_dtype` is the trainer's; `grid` the format that
     the forward pass reads parameters in, where neither autocast nor the parameters tell it; `head` how it makes
-    log-probabilities of hidden states.
+    log-probabilities of hidden states. `team`: others who share the passes over the step's batches.
     """
+
+    team: "Team | None" = None
 
     def __init__(
         self,

@@ -69,6 +69,15 @@ def replay(
 
     `by_row` computes each row alone and no further than its last coefficient: what is not finite behind it stays out.
     """
+    if policy.team is not None:
+        return policy.team.replay(coefficients, by_row=by_row)
+    return replay_here(policy, batches, coefficients, by_row=by_row)
+
+
+def replay_here(
+    policy: Policy, batches: Sequence[PlacedBatch], coefficients: Sequence[Tensor], *, by_row: bool = False
+) -> Replay:
+    """The same by this process alone."""
     sums: list[Tensor | None] = [None] * len(policy.parameters)
     logp = []
     for placed, coefficient_BR in zip(batches, coefficients, strict=True):

@@ -37,6 +37,11 @@ class Routing:
         self._records: dict[int, _Record] = {}
         self._chooses = True  # until a whole forward pass went by without a choice
 
+    @property
+    def chooses(self) -> bool:
+        """Whether the model chooses at all, as far as is known."""
+        return self._chooses
+
     @contextlib.contextmanager
     def recorded(self, of: MicroBatch, rows: Tensor, num_positions: int) -> Iterator[None]:
         """Keeps the choices of the forward pass inside, which runs these rows of `of` up to `num_positions`."""

@@ -35,7 +35,11 @@ class RowProbe:
         self._batches = batches
         self._coefficients = coefficients
         self._gradient = gradient
-        self._perturbation = Perturbation(policy.parameters, gradient.tensors, gradient.norm, policy.grid)
+        self._perturbation = (
+            None
+            if policy.team is not None
+            else Perturbation(policy.parameters, gradient.tensors, gradient.norm, policy.grid)
+        )
         self.rows: tuple[Row, ...] = tuple(
             (batch, row)
             for batch, coefficient_BR in enumerate(coefficients)
@@ -44,6 +48,9 @@ class RowProbe:
 
     def moved(self, rows: Collection[Row], eps: float) -> dict[Row, Tensor]:
         """Logps float64 [R] of these rows at theta + eps v; zero behind the last position that counts."""
+        if self._perturbation is None:
+            assert self._policy.team is not None
+            return self._policy.team.moved(self._coefficients, self._gradient, rows, eps)
         found: dict[Row, Tensor] = {}
         with self._perturbation.moved(eps), torch.no_grad():
             for batch, part in self._parts(rows):
@@ -53,6 +60,8 @@ class RowProbe:
 
     def derivatives(self, rows: Collection[Row]) -> dict[Row, Tensor] | None:
         """d logp / d eps at zero, float64 [R] by row; None where an operation of the model has no such mode."""
+        if self._policy.team is not None:
+            return self._policy.team.derivatives(self._coefficients, self._gradient, rows)
         # torch ships these two without types.
         make_dual: Any = forward_ad.make_dual
         unpack_dual: Any = forward_ad.unpack_dual
@@ -75,6 +84,14 @@ class RowProbe:
         except (NotImplementedError, RuntimeError):
             return None
         return found
+
+    def record_routing(self, rows: Collection[Row]) -> None:
+        """Which experts these rows choose, for a replica that did not replay them: a forward pass, where there are
+        experts to choose from."""
+        with torch.no_grad():
+            for _, part in self._parts(rows):
+                if self._policy.routing.chooses:
+                    self._policy.log_probs_of(part)
 
     def _parts(self, rows: Collection[Row]) -> Iterator[tuple[int, ActivePart]]:
         for batch, coefficient_BR in enumerate(self._coefficients):

@@ -5,6 +5,7 @@ Knows nothing of what the bytes mean. Remote file systems (s3://, gs://) need th
 
 import contextlib
 import hashlib
+import secrets
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,8 +59,9 @@ class Store:
         try:
             self._fs.makedirs(path.rsplit("/", maxsplit=1)[0], exist_ok=True)
             if "file" in _protocols(self._fs):
-                self._fs.pipe_file(path + ".part", data)
-                self._fs.mv(path + ".part", path)
+                part = f"{path}.{secrets.token_hex(4)}.part"  # another writer of the same name has its own
+                self._fs.pipe_file(part, data)
+                self._fs.mv(part, path)
             else:
                 self._fs.pipe_file(path, data)
         except OSError as error:
@@ -102,6 +104,16 @@ class Store:
         except OSError as error:
             raise StoreUnavailable(f"cannot read {name} from the store: {_reason(error)}") from error
         return data
+
+    def remove_all(self) -> None:
+        """Remove everything under this prefix."""
+        try:
+            if self._fs.exists(self._root):
+                self._fs.rm(self._root, recursive=True)
+        except FileNotFoundError:  # somebody else removes it too
+            return
+        except OSError as error:
+            raise StoreUnavailable(f"cannot remove a prefix of the store: {_reason(error)}") from error
 
     def exists(self, name: str) -> bool:
         try:

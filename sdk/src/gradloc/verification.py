@@ -40,6 +40,8 @@ def exact_tokens(
     places: Sequence[Place],
 ) -> dict[Place, ExactToken]:
     """Exact share and norm of each token at `places`: one forward a row, one backward a token."""
+    if policy.team is not None:
+        return policy.team.exact(coefficients, gradient, places)
     by_row: dict[tuple[int, int], list[int]] = {}
     for place in places:
         by_row.setdefault((place.batch, place.row), []).append(place.column)

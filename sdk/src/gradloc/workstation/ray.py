@@ -25,7 +25,7 @@ _SOCKET_NAME = "/session_2026-01-01_00-00-00_000000_0000000/sockets/plasma_store
 
 class RayHead:
     """`address` is the dashboard with the Jobs API; `token` opens it (Authorization: Bearer). Both are new ones unless
-    given: whoever replaces a head keeps them."""
+    given: whoever replaces a head keeps them. `gcs_address`: what drivers on this machine connect to."""
 
     def __init__(
         self,
@@ -35,6 +35,7 @@ class RayHead:
         job_env: Mapping[str, str],
         port: int | None = None,
         token: str | None = None,
+        spare_gpus: int = 1,
     ) -> None:
         if find_spec("ray") is None:
             raise StartFailed("Ray is not installed; install gradloc[local]")
@@ -46,11 +47,12 @@ class RayHead:
                 f"the folder for temporary files, {self._folder.parent}, has too long a name for Ray's sockets; "
                 "set TMPDIR to a shorter one"
             )
-        port = port or free_port()
+        port, own_port = port or free_port(), free_port()
         self.address = f"http://127.0.0.1:{port}"
+        self.gcs_address = f"127.0.0.1:{own_port}"
         options = {
             "--node-ip-address": "127.0.0.1",
-            "--port": str(free_port()),
+            "--port": str(own_port),
             "--dashboard-host": "127.0.0.1",
             "--dashboard-port": str(port),
             "--dashboard-agent-listen-port": str(free_port()),
@@ -60,7 +62,7 @@ class RayHead:
             "--ray-client-server-port": str(free_port()),
             "--num-cpus": str(num_cpus),
             "--num-gpus": "0",
-            "--resources": json.dumps({"spare_gpu": 1}),
+            "--resources": json.dumps({"spare_gpu": spare_gpus}),
             "--object-store-memory": str(OBJECT_STORE_BYTES),
             "--temp-dir": str(self._folder),
         }

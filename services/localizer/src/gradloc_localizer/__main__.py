@@ -40,6 +40,15 @@ def _stop(_number: int, _frame: FrameType | None) -> None:
     show_default=True,
     help="Threads of torch.",
 )
+@click.option(
+    "--replicas",
+    envvar="GRADLOC_REPLICAS",
+    type=click.IntRange(1, 8),
+    default=1,
+    show_default=True,
+    help="Replicas of the model that share the work; each beyond the first takes one spare_gpu.",
+)
+@click.option("--probes", envvar="GRADLOC_PROBES", help="Store where answers are kept, for a job that is killed.")
 def main(
     run_id: str,
     attempt: int,
@@ -50,6 +59,8 @@ def main(
     redis: str | None,
     device: str,
     threads: int,
+    replicas: int,
+    probes: str | None,
 ) -> None:
     """Localize one incident's spike from its snapshot and publish the finding."""
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
@@ -64,6 +75,8 @@ def main(
         strategy=strategy,
         device=device,
         num_threads=threads,
+        num_replicas=replicas,
+        probes=probes or None,
         reference=os.environ.get("GRADLOC_REFERENCE") or None,
         checkpoints=tuple(filter(None, os.environ.get("GRADLOC_CHECKPOINTS", "").split(","))),
         allowed_factories=tuple(filter(None, os.environ.get("GRADLOC_ALLOWED_FACTORIES", "").split(","))),

@@ -1,5 +1,7 @@
 """The driver: a snapshot's URL in, a finding out. Knows no Ray and no Redis."""
 
+import contextlib
+import hashlib
 import json
 import logging
 from collections.abc import Callable, Collection, Mapping
@@ -13,8 +15,12 @@ from gradloc.localization import Progress, Strategy, localize
 from gradloc.policy import Meter, PlacedBatch, Policy, place
 from gradloc.replay import coefficients_of, replay
 from gradloc.snapshot import Manifest, Snapshot, SnapshotRejected, open_snapshot
+from gradloc.store import Store
 from gradloc.weights_elsewhere import is_same, read_checkpoint
+from gradloc_localizer.kept_probes import KeptProbes
 from gradloc_localizer.model_source import ModelRejected, build_model, dtype_of
+from gradloc_localizer.sharing import Alone, Replicas, shared
+from gradloc_proto import __version__
 from gradloc_proto.messages import Finding
 
 _log = logging.getLogger("gradloc.localizer")
@@ -29,6 +35,8 @@ class Options:
     weights: URL of a checkpoint, for a snapshot that holds no weights. checkpoints: places (URLs that theirs must begin
     with) from which a snapshot may name one itself.
     num_positions: of the culprit's sequence that the finding shows; None: as many as a message should hold.
+    num_replicas: of the model, this process among them; more than one needs Ray (`replicas`). probes: URL of a store
+    where answers are kept while a localization runs, so that one that was killed goes on where it was.
     """
 
     strategy: Strategy = "attribution"
@@ -40,13 +48,22 @@ class Options:
     weights: str | None = None
     checkpoints: Collection[str] = ()
     num_positions: int | None = None
+    num_replicas: int = 1
+    probes: str | None = None
+
+
+MakeReplicas = Callable[[str, Options], contextlib.AbstractContextManager[Replicas]]
 
 
 def explain(
-    url: str, options: Options, on_progress: Progress = lambda _stage, _fraction: None
+    url: str,
+    options: Options,
+    on_progress: Progress = lambda _stage, _fraction: None,
+    replicas: MakeReplicas = lambda _url, _options: contextlib.nullcontext(Alone()),
 ) -> tuple[Manifest, Finding]:
     """Open the snapshot, rebuild its step and explain it.
 
+    replicas: makes those beside this process, where more than one is wanted. Kept probes stay: `forget_probes`.
     Raises SnapshotRejected, ModelRejected, ValueError (a store's URL) or StoreUnavailable.
     """
     torch.set_num_threads(options.num_threads)
@@ -70,19 +87,39 @@ def explain(
         other, placed = rebuilt(snapshot, replace(options, device=device))
         return replay(other, placed, coefficients_of(placed)).gradient.norm
 
-    finding = localize(
-        policy,
-        batches,
-        facts,
-        strategy=options.strategy,
-        texts=texts_of(snapshot),
-        on_progress=on_progress,
-        healthy_error=healthy_error,
-        num_positions=options.num_positions,
-        elsewhere=elsewhere,
-    )
+    with contextlib.ExitStack() as stack:
+        if options.num_replicas > 1 or options.probes is not None:
+            others = stack.enter_context(replicas(url, options)) if options.num_replicas > 1 else Alone()
+            kept = None if options.probes is None else KeptProbes(_probes_of(options.probes, manifest))
+            shared(policy, batches, _identity(manifest, options), kept, others)
+        finding = localize(
+            policy,
+            batches,
+            facts,
+            strategy=options.strategy,
+            texts=texts_of(snapshot),
+            on_progress=on_progress,
+            healthy_error=healthy_error,
+            num_positions=options.num_positions,
+            elsewhere=elsewhere,
+        )
     on_progress("done", 1.0)
     return manifest, finding
+
+
+def forget_probes(url: str, manifest: Manifest) -> None:
+    """Removes what was kept of this step: its finding is told. Raises StoreUnavailable or ValueError."""
+    _probes_of(url, manifest).remove_all()
+
+
+def _probes_of(url: str, manifest: Manifest) -> Store:
+    return Store(url).child(manifest.run_id, manifest.attempt, manifest.step)
+
+
+def _identity(manifest: Manifest, options: Options) -> str:
+    """Of the step and of what computes it: another release of torch gives other last bits."""
+    said = json.dumps([manifest.model_dump_json(), options.weights, torch.__version__, __version__])
+    return hashlib.sha256(said.encode()).hexdigest()
 
 
 def rebuilt(

@@ -7,6 +7,7 @@ arguments: __main__ owns those.
 import logging
 import traceback
 from dataclasses import dataclass, field
+from typing import Any
 
 from gradloc_localizer.publishing import Findings
 from gradloc_proto.bus import Bus, BusUnavailable
@@ -35,6 +36,8 @@ class Job:
     allowed_factories: tuple[str, ...] = field(default=())
     reference: str | None = None
     checkpoints: tuple[str, ...] = field(default=())
+    num_replicas: int = 1
+    probes: str | None = None
 
     @property
     def step(self) -> int:
@@ -56,6 +59,7 @@ def perform(job: Job, bus: Bus) -> int:
         findings.started(job.step, job.snapshot)  # inside: the pool may ask to stop as soon as it is told
         finding = _localize(job, findings)
         findings.finished(finding)
+        _forget(job)
     except BusUnavailable:
         raise
     except Stopped:
@@ -76,6 +80,11 @@ def _localize(job: Job, findings: Findings) -> Finding:
     from gradloc.snapshot import SnapshotRejected
     from gradloc_localizer.driver import Options, explain
 
+    more: dict[str, Any] = {}
+    if job.num_replicas > 1:
+        from gradloc_localizer.ray_replicas import ray_replicas
+
+        more["replicas"] = ray_replicas
     options = Options(
         strategy="bisect" if job.strategy == "bisect" else "attribution",
         allowed_factories=job.allowed_factories,
@@ -83,14 +92,29 @@ def _localize(job: Job, findings: Findings) -> Finding:
         num_threads=job.num_threads,
         reference=job.reference,
         checkpoints=job.checkpoints,
+        num_replicas=job.num_replicas,
+        probes=job.probes,
     )
-    manifest, finding = explain(job.snapshot, options, findings.progressed)
+    manifest, finding = explain(job.snapshot, options, findings.progressed, **more)
     if (manifest.run_id, manifest.attempt) != (job.run_id, job.attempt):
         raise SnapshotRejected(
             f"the snapshot is of run {manifest.run_id}, attempt {manifest.attempt}; "
             f"expected run {job.run_id}, attempt {job.attempt}"
         )
     return finding
+
+
+def _forget(job: Job) -> None:
+    """What was kept for a next attempt is not needed any more; that it stays would harm nobody."""
+    if job.probes is None:
+        return
+    from gradloc.snapshot import open_snapshot
+    from gradloc_localizer.driver import forget_probes
+
+    try:
+        forget_probes(job.probes, open_snapshot(job.snapshot).manifest)
+    except (OSError, ValueError) as error:
+        _log.warning("kept probes stay: %s", str(error)[:200])
 
 
 def judged(error: Exception) -> tuple[str, bool, int]:
