@@ -14,7 +14,7 @@ SCRIPT = Path(__file__).parents[3] / "benchmarks/preemption.py"
 
 @pytest.mark.timeout(1_800)
 def test_replicas_agree_and_whoever_is_killed_goes_on():
-    words = [sys.executable, str(SCRIPT), "--json", "--kills", "4", "--seed", "3"]
+    words = [sys.executable, str(SCRIPT), "--json", "--kills", "4", "--seed", "3", "--replicas", "ray"]
     done = subprocess.run(words, capture_output=True, text=True, check=False, env=os.environ | {"PYTHONWARNINGS": ""})
     assert done.returncode == 0, done.stderr[-4_000:]
     told = json.loads(done.stdout)
