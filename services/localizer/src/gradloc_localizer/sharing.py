@@ -4,6 +4,7 @@ A replica that dies costs the shard it had; another one takes it. Replicas that 
 no Ray: `replicas` bring it.
 """
 
+import copy
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -47,8 +48,7 @@ class Sharing:
         kept: KeptProbes | None,
         replicas: Replicas,
     ) -> None:
-        # Beside the team's policy, over the same model: this one computes.
-        self._own = Policy(policy.model, policy.meter, autocast_dtype=policy.autocast_dtype, grid=policy.grid)
+        self._own = copy.copy(policy)  # over the same model, but without the team: this one computes
         self._batches = batches
         self._step = step
         self._kept = kept
