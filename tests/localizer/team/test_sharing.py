@@ -167,7 +167,7 @@ def test_two_drivers_of_one_incident_do_no_harm(step, alone, tmp_path):
 
 
 class Away(Store):
-    def read(self, name):
+    def read(self, name, *, bytes_max):
         raise StoreUnavailable("away")
 
     def write(self, name, data):

@@ -30,7 +30,7 @@ class KeptProbes:
         if self._away:
             return None
         try:
-            data = self._store.read(_name(key))
+            data = self._store.read(_name(key), bytes_max=ANSWER_BYTES_MAX)
             tensors = load(data)
         except FileNotFoundError:
             return None
