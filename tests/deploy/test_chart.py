@@ -334,7 +334,10 @@ def test_every_setting_that_a_service_reads_can_be_set() -> None:
     for file in (ROOT / "services").glob("*/src/**/*.py"):
         for variable in re.findall(r"environ(?:\.get\(|\[)\"(\w+)\"", file.read_text()):
             # The detector's, for one job; and what no model may be asked for.
-            assert variable in given or variable in ("GRADLOC_REFERENCE", "HF_HUB_OFFLINE"), (file.name, variable)
+            assert variable in given or variable in ("GRADLOC_REFERENCE", "HF_HUB_OFFLINE", "RAY_ADDRESS"), (
+                file.name,
+                variable,
+            )
 
 
 def test_redis_users_have_the_rights_of_their_role_and_no_password_in_the_open() -> None:

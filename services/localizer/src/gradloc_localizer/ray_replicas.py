@@ -104,6 +104,12 @@ class RayReplicas:
                     found.append((number, None))
         return found
 
+    def until_started(self) -> None:
+        """Wait for replicas that are still starting: nobody who localizes has to."""
+        while self._starting:
+            ray.wait(list(self._starting), num_returns=1, timeout=POLL_S)
+            self._see_started()
+
     def close(self) -> None:
         for actor in [*self._starting.values(), *self._idle, *(actor for actor, _ in self._busy.values())]:
             ray.kill(actor, no_restart=True)
