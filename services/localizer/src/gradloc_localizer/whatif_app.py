@@ -36,6 +36,7 @@ class Replica:
         self._settings = settings
         self._store = os.environ.get("GRADLOC_WHATIF_STORE", "")
         self._factories = tuple(filter(None, os.environ.get("GRADLOC_ALLOWED_FACTORIES", "").split(",")))
+        self._checkpoints = tuple(filter(None, os.environ.get("GRADLOC_CHECKPOINTS", "").split(",")))
         self._lock = threading.Lock()  # an asker who left may have left work behind
         self._known: tuple[object, Any] | None = None
         self._is_new = True
@@ -94,6 +95,7 @@ class Replica:
         options = Options(
             limit=request.limit,
             allowed_factories=self._factories,
+            checkpoints=self._checkpoints,
             device=self._settings.device,
             num_threads=self._settings.threads,
         )
