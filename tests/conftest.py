@@ -16,3 +16,8 @@ def cases_file() -> Path:
     if not path.is_file():
         pytest.skip(f"no {path}: GRADLOC_CASES names the folder of recorded cases, which are not in this repository")
     return path
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The two minutes of the soak first: the other files fill the workers beside it."""
+    items.sort(key=lambda item: item.path.name != "test_soak.py")

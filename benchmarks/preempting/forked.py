@@ -143,8 +143,11 @@ class ForkedDriver:
         return list(json.loads(self._pids.read_text())) if self._pids.exists() else []
 
     def kill(self) -> None:
+        """And after it its replicas, which Ray ends with their driver."""
         os.kill(self.pid, signal.SIGKILL)
         os.waitpid(self.pid, 0)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
         self.pid = 0
 
     def finding(self) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import pytest
 SOAK = Path(__file__).parent / "soak.py"
 # Allocators take memory in pieces and caches fill: a leak of ten kilobytes a step would be twice as much.
 GROWN_MAX_MB = 32.0
+GROWN_MAX = 4  # descriptors and threads: a pool may take a few more; one a look would be eighteen more
 
 
 @pytest.mark.timeout(900)
@@ -21,7 +22,7 @@ def test_nothing_grows_while_nothing_happens() -> None:
     assert result["steps"] > 100 and result["leaked_processes"] == 0
     assert len(result["processes"]) == 6
     for row in result["processes"]:
-        assert row["files"][1] <= row["files"][0] + 1, row
-        assert row["threads"][1] <= row["threads"][0] + 1, row
+        assert row["files"][1] <= row["files"][0] + GROWN_MAX, row
+        assert row["threads"][1] <= row["threads"][0] + GROWN_MAX, row
         if not row["process"].startswith("redis"):
             assert row["grown_mb"] < GROWN_MAX_MB, row
