@@ -23,7 +23,8 @@ def main() -> None:
     snapshot, probes, num_replicas = sys.argv[1:]
     options = Options(device="cpu", num_threads=1, num_replicas=int(num_replicas), probes=probes)
     _, finding = explain(snapshot, options, replicas=started_replicas)
-    sys.stdout.write(json.dumps(json.loads(finding.model_dump_json(exclude={"cost"}))))
+    # A line of its own: Ray writes there, too.
+    sys.stdout.write("\n" + json.dumps(json.loads(finding.model_dump_json(exclude={"cost"}))) + "\n")
 
 
 if __name__ == "__main__":

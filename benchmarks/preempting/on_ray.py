@@ -63,5 +63,6 @@ class RayDriver:
     def finding(self) -> dict[str, Any]:
         out, errors = self._process.communicate(timeout=TIMEOUT_S)
         assert self._process.returncode == 0, errors[-3_000:]
-        found: dict[str, Any] = json.loads(out)
+        (line,) = [line for line in out.splitlines() if line.startswith("{")]
+        found: dict[str, Any] = json.loads(line)
         return found

@@ -14,9 +14,12 @@ from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
 from sqlalchemy import create_engine, func, make_url, select, text
 
+from gradloc.demo.slack import SlackEndpoint
 from gradloc_proto import messages as m
 from gradloc_proto.memory_bus import MemoryBus
 from gradloc_reporter import Reporter
+from gradloc_reporter.slack.announcer import Announcer
+from gradloc_reporter.slack.client import SlackChannel
 from gradloc_reporter.store.engine import Database, DatabaseUnusable
 from gradloc_reporter.store.fold import Fold
 from gradloc_reporter.store.queries import Queries
@@ -175,6 +178,41 @@ def test_replicas_that_start_and_consume_at_once_write_every_fact_once(
         counts = [session.scalar(select(func.count()).select_from(row)) for row in (StepRow, IncidentRow, EventRow)]
     database.close()
     assert counts == [1000, 1, 2]
+
+
+def test_of_two_replicas_one_tells_slack_while_the_other_waits(kit: Any, url: str) -> None:
+    databases = [Database(url), Database(url)]
+    fold(databases[0], a_story(kit))
+    posting, may_post = threading.Event(), threading.Event()
+
+    class Slow(SlackChannel):
+        def post(self, *args: Any, **options: Any) -> str:
+            posting.set()
+            assert may_post.wait(60)
+            return super().post(*args, **options)
+
+    with SlackEndpoint() as slack:
+        first, second = (
+            Announcer(
+                database,
+                Queries(),
+                kind(token="xoxb-test", channel="C1", base_url=slack.base_url),
+                clock=lambda: 1400.0,
+                interval_s=0.0,
+            )
+            for database, kind in zip(databases, (Slow, SlackChannel), strict=True)
+        )
+        telling = threading.Thread(target=first.announce_once)
+        telling.start()
+        assert posting.wait(60)
+        assert not second.announce_once()
+        may_post.set()
+        telling.join()
+        while second.announce_once():  # it takes over: the first has told all that there was
+            pass
+        assert len(slack.texts()) == 1
+    for database in databases:
+        database.close()
 
 
 def test_a_wrong_password_or_database_is_one_line_without_the_secret(url: str, tmp_path: Path) -> None:

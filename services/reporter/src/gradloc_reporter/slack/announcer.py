@@ -110,7 +110,14 @@ class Announcer:
         self._complained = text
 
     def announce_once(self) -> bool:
-        """Tell everything that is due now; says whether there was anything to do."""
+        """Tell everything that is due now; says whether there was anything to do.
+
+        One reporter at a time: two that saw the same incident untold would both post it.
+        """
+        with self._database.alone(f"receiver {self.channel}") as is_alone:
+            return is_alone and self._announce()
+
+    def _announce(self) -> bool:
         with self._database.reading() as session:
             batch = ledger.due(session, receiver=self.channel, now=self._clock(), limit=BATCH_MAX, wanted=self._wanted)
         for item in batch:

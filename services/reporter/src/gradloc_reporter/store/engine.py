@@ -4,6 +4,7 @@ SQLite (in WAL mode, so that readers never wait for the writer) is the default f
 PostgreSQL is for several. Knows nothing of what the tables mean.
 """
 
+import hashlib
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -70,6 +71,16 @@ class Database:
         with self._engine.connect().execution_options(**{_WRITES: True}) as connection, Session(connection) as session:
             yield session
             session.commit()
+
+    @contextmanager
+    def alone(self, name: str) -> Iterator[bool]:
+        """Whether no other reporter on this database is inside a block of this name; a crash leaves the block, too."""
+        if self.dialect != "postgresql":  # SQLite is one reporter's
+            yield True
+            return
+        key = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big", signed=True)
+        with self._engine.connect() as connection, connection.begin():
+            yield bool(connection.scalar(text("SELECT pg_try_advisory_xact_lock(:key)"), {"key": key}))
 
     def ping(self) -> None:
         """Raises sqlalchemy.exc.DBAPIError when the database does not answer."""
