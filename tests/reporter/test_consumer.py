@@ -14,7 +14,7 @@ from gradloc_proto.codec import encode
 from gradloc_proto.memory_bus import MemoryBus
 from gradloc_proto.redis_bus import RedisBus
 from gradloc_reporter import Reporter
-from gradloc_reporter.consumer import Consumer
+from gradloc_reporter.consumer import READ_TOTAL, Consumer
 from gradloc_reporter.store.cursors import CursorMoved
 from gradloc_reporter.store.engine import Database
 from gradloc_reporter.store.queries import Queries
@@ -50,6 +50,19 @@ def test_a_run_is_found_in_the_registry_and_read_whole(
     assert steps_of(database, told.run_id) == list(range(1, 2000))
     assert consumer.consumption.rejected.total() == 0
     bus.close()
+
+
+def test_what_waits_in_many_runs_is_read_in_bounded_portions(kit: Any, told: Any, database: Database) -> None:
+    runs = [kit.Told(run_id=f"run-{number}") for number in range(64)]
+    bus = MemoryBus()
+    kit.tell(bus, *(message for one in runs for message in (one.started(), *(one.step(k, 0.4) for k in range(90)))))
+    consumer = Consumer(bus, database)
+    consumer.consume_once()  # the registry
+    before = consumer.consumption.consumed["steps"]
+    consumer.consume_once()
+    assert 0 < consumer.consumption.consumed["steps"] - before <= READ_TOTAL < 64 * 90
+    drain(consumer)
+    assert all(steps_of(database, one.run_id) == list(range(90)) for one in runs)
 
 
 def test_a_restart_goes_on_where_the_rows_end(kit: Any, told: Any, redis_server: Any, database: Database) -> None:

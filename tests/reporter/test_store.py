@@ -59,8 +59,10 @@ def a_whole_story(kit: Any) -> list[m.Message]:
 
     return [
         told.started(),
-        told.step(1, 0.4),
-        told.step(1204, math.nan),
+        told.step(1, 0.4, layer_norms={"model.layers.0": 0.3, "model.layers.1": math.inf}),
+        told.step(300, 0.4, layer_norms={"model.layers.0": 0.2}),  # windows of two steps
+        told.step(301, 0.4, layer_norms={"model.layers.0": 0.5, "model.layers.1": 0.1}),
+        told.step(1204, math.nan, layer_norms={"model.layers.0": math.nan}),  # and of eight
         opened,
         of(m.IncidentJoined, spike=told.spike(1206, 2.0)),
         of(m.IncidentWorsened, spike=told.spike(1207, math.inf), ts=1004),
@@ -183,6 +185,27 @@ def test_a_database_of_before_learns_the_teams_of_its_runs(database_url: str) ->
         teams = dict(session.execute(select(RunRow.run_id, RunRow.team)).all())  # type: ignore[arg-type]
     database.close()
     assert teams == {"a": "vision", "b": None, "c": None}
+
+
+def test_a_database_of_before_learns_how_wide_its_layer_windows_are(kit: Any, database_url: str) -> None:
+    engine = create_engine(database_url)
+    with engine.begin() as connection:
+        migrate(connection, to="0003")
+        row = "INSERT INTO runs (run_id, attempt, labels_json, last_attempt, limits_attempt, limits_version, "
+        row += "num_events_dropped, thinned_to) VALUES (:run, 0, '{}', 0, 0, -1, 0, 0)"
+        connection.execute(text(row), [{"run": kit.Told().run_id}, {"run": "without"}])
+        windows = "INSERT INTO layer_windows (run_id, first_step, width, norms_json) VALUES (:run, :first, 4, :norms)"
+        parts = [{"run": kit.Told().run_id, "first": first, "norms": '{"a": 1.0}'} for first in (0, 4)]
+        connection.execute(text(windows), parts)
+    engine.dispose()
+    database = Database(database_url)
+    fold(database, kit.Told().step(5, 0.4, layer_norms={"a": 2.0}))  # alone it would ask for windows of one step
+    with database.reading() as session:
+        widths = dict(session.execute(select(RunRow.run_id, RunRow.layer_width)).all())  # type: ignore[arg-type]
+        windows_now = Queries().layer_windows(session, kit.Told().run_id)
+    database.close()
+    assert widths == {kit.Told().run_id: 4, "without": 1}
+    assert windows_now == [(0, 4, {"a": 1.0}), (4, 4, {"a": 2.0})]
 
 
 def test_opening_again_keeps_what_was_there(kit: Any, database_url: str) -> None:

@@ -27,7 +27,8 @@ log = logging.getLogger(__name__)
 _Place = tuple[str | None, streams.StreamName]  # the run and name of a stream; the registry has no run
 _Placed = tuple[str, streams.StreamName, Message]  # stream key, stream name, message
 
-READ_COUNT = 512  # entries a stream and read: a transaction stays well under a second
+READ_COUNT = 512  # entries a stream and read, of few runs: a transaction stays well under a second
+READ_TOTAL = 4_096  # of steps that many runs' streams together are read at a time: what waits does not fill the memory
 POLL_S = 0.2  # new facts are seen this soon
 REST_S = 5.0  # runs that have ended and wait for nothing are looked at this often
 REWIND_CHECK_S = 30.0  # a cursor beyond its stream's end is noticed within the promised minute
@@ -110,12 +111,14 @@ class Consumer:
         if now - self._checked_at >= REWIND_CHECK_S:
             self._rewind(keys)
             self._checked_at = now
-        batches = self._bus.read({key: self._cursors.get(key, START) for key in keys}, count=READ_COUNT)
+        num_runs = len(keys) // len(streams.STREAM_NAMES)
+        count = max(1, min(READ_COUNT, READ_TOTAL // max(1, num_runs)))
+        batches = self._bus.read({key: self._cursors.get(key, START) for key in keys}, count=count)
         self.consumption.bus_answers = True
         if batches:
             self._commit(batches, keys)
             self._on_commit()
-        if all(len(entries) < READ_COUNT for entries in batches.values()):
+        if all(len(entries) < count for entries in batches.values()):
             self.consumption.caught_up_at = self._monotonic()
         return bool(batches)
 

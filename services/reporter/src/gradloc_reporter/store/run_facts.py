@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import orjson
-from sqlalchemy import and_, delete, func, or_, select, update
+from sqlalchemy import and_, delete, or_, select, update
 from sqlalchemy.orm import Session
 
 from gradloc_proto.messages import (
@@ -115,18 +115,14 @@ def layers_observed(session: Session, messages: list[StepObserved]) -> None:
             by_run.setdefault(message.run_id, []).append(message)
     if not by_run:
         return
-    runs_locked(session, by_run)
-    known: dict[str, int] = {}
-    for names in chunks(sorted(by_run)):
-        query = select(LayerWindowRow.run_id, func.max(LayerWindowRow.width)).group_by(LayerWindowRow.run_id)
-        for run_id, width in session.execute(query.where(LayerWindowRow.run_id.in_(names))):
-            known[run_id] = width
+    runs = runs_locked(session, by_run)
     windows: dict[str, _Windows] = {}
     for run_id, observed in sorted(by_run.items()):
-        needed = layer_window_width(max(each.step for each in observed))
-        windows[run_id] = _Windows(max(needed, known.get(run_id, 1)))
-        if known.get(run_id, needed) < needed:
+        run, needed = runs[run_id], layer_window_width(max(each.step for each in observed))
+        windows[run_id] = _Windows(max(needed, run.layer_width))
+        if run.layer_width < needed:
             _take_out(session, run_id, windows[run_id])
+            run.layer_width = needed
         for each in observed:
             windows[run_id].merge(each.step, each.layer_norms)
     _write_windows(session, windows)

@@ -80,6 +80,7 @@ class RunRow(Base):
     norm_limit: Mapped[float | None]
     num_events_dropped: Mapped[int] = mapped_column(default=0)
     thinned_to: Mapped[int] = mapped_column(default=0)  # steps before this one are kept as extremes only
+    layer_width: Mapped[int] = mapped_column(default=1)  # steps in each of its layer windows
 
 
 class StepRow(Base):
