@@ -3,7 +3,7 @@
     python benchmarks/overhead.py --json            the run of record; an hour and more on 2 cores
     python benchmarks/overhead.py --json --quick    a tiny policy and few steps: shows that it runs
 
-Two alike policies of 21 M parameters train on the same batches of 512 tokens, one of them watched; their steps
+Two alike policies of 21 M parameters train on the same batches of 1,024 tokens, one of them watched; their steps
 alternate in random order, so that whatever else the machine does strikes both. One thread computes.
 
     step_ratio_median, step_ratio_ci95      watched over plain, median over pairs; bootstrap interval (wall time)
@@ -12,8 +12,10 @@ alternate in random order, so that whatever else the machine does strikes both. 
     publish_share_p50, publish_share_p99    handing a step's message over, as a share of the step
     stall_ratio                             what a snapshot adds to observe(), over what a plain copy of the weights
                                             adds in its place; the writing goes on in the background meanwhile
-    memory_growth_bytes                     of a tiny policy's process from step 5,000 to 10,000: Python's own count;
-                                            resident_growth_bytes is the operating system's
+    memory_growth_bytes                     of a tiny policy's process over the last third of 30,000 steps, Python's own
+                                            count; resident_growth_bytes is the operating system's; num_queued: messages
+                                            that wait at its beginning and end (4,096 at most; by then it is full where
+                                            Redis is away or cannot follow)
 
 Conditions: none (no Redis: the rules judge in the process), up, down (ended in the run), hanging (stopped: accepts,
 never answers), slow (200 ms each way).
@@ -45,7 +47,7 @@ from gradloc_proto.messages import Limits, LimitsChanged, SnapshotCommitted
 
 CONDITIONS = ("none", "up", "hanging", "down", "slow")
 NUM_PAIRS, NUM_WARM_UP = 200, 5
-NUM_STEPS_MEMORY = 10_000
+NUM_STEPS_MEMORY = 30_000
 NUM_STALLS = 24
 NUM_RESAMPLES = 2_000
 # glibc gives large blocks back to the system at once, or keeps them, by where small ones happen to lie: that decides
@@ -95,22 +97,28 @@ def paired(condition: str, num_pairs: int, *, quick: bool) -> dict[str, Any]:
 
 
 def memory(condition: str, num_steps: int) -> dict[str, Any]:
-    """Growth of this process over the second half of many small steps."""
+    """Growth of this process over the last third of many small steps."""
     with redis_that(condition) as (url, switch):
         loop = Loop(SMALL, {"run": RUN, "redis": url})
         switch()
         marks: list[tuple[int, int]] = []
+        num_queued: list[int] = []
         tracemalloc.start()
         for step in range(num_steps):
             loop.step(step)
-            if step + 1 in (num_steps // 2, num_steps):
+            if step + 1 in (num_steps * 2 // 3, num_steps):
                 gc.collect()
                 marks.append((tracemalloc.get_traced_memory()[0], _resident_bytes()))
+                num_queued.append(_num_queued(loop.probe))
         tracemalloc.stop()
         assert loop.probe is not None
         loop.probe.close()
     (traced, resident), (traced_after, resident_after) = marks
-    return {"memory_growth_bytes": traced_after - traced, "resident_growth_bytes": resident_after - resident}
+    return {
+        "memory_growth_bytes": traced_after - traced,
+        "resident_growth_bytes": resident_after - resident,
+        "num_queued": num_queued,
+    }
 
 
 def stall(num_stalls: int, *, quick: bool) -> dict[str, Any]:
@@ -164,6 +172,10 @@ def _timed_put(probe: Any) -> list[float]:
 
     probe._publisher.put = timed
     return found
+
+
+def _num_queued(probe: Any) -> int:
+    return 0 if probe._publisher is None else len(probe._publisher._queue)
 
 
 def _interval(values: Sequence[float]) -> list[float]:
@@ -237,7 +249,7 @@ def main() -> None:
     if options.part == "paired":
         result = paired(conditions[0], 10 if options.quick else NUM_PAIRS, quick=options.quick)
     elif options.part == "memory":
-        result = memory(conditions[0], 400 if options.quick else NUM_STEPS_MEMORY)
+        result = memory(conditions[0], 600 if options.quick else NUM_STEPS_MEMORY)
     elif options.part == "stall":
         result = stall(3 if options.quick else NUM_STALLS, quick=options.quick)
     else:

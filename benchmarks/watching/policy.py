@@ -24,7 +24,7 @@ class Size:
     autocast: bool = False  # bf16
 
 
-LARGE = Size(vocabulary=4096, width=512, num_layers=6, num_rows=4, num_positions=128, num_micro_batches=2)
+LARGE = Size(vocabulary=4096, width=512, num_layers=6, num_rows=8, num_positions=128, num_micro_batches=2)
 SMALL = Size(vocabulary=16, width=8, num_layers=1, num_rows=2, num_positions=4, num_micro_batches=1)
 QUICK = Size(vocabulary=64, width=32, num_layers=2, num_rows=2, num_positions=16, num_micro_batches=2)
 

@@ -55,6 +55,19 @@ def test_choices_are_made_again_for_rows_cut_on_the_right_and_values_are_new():
     assert torch.equal(values, moved_BTE.flatten(0, 1).gather(-1, again))
 
 
+def test_choices_of_rows_that_ran_as_one_belong_to_their_places():
+    routing, source = Routing(), batch()
+    shown_BT = torch.tensor([[1, 1, 1, 0, 0], [1, 1, 1, 1, 1], [1, 1, 0, 0, 0]]).bool()
+    scores_BTE = torch.rand(3, 5, 6)
+    with routing.recorded(source, torch.arange(3), 5, shown_BT):
+        torch.topk(scores_BTE[shown_BT], 2, dim=-1)
+    chosen_BTK = torch.topk(scores_BTE, 2, dim=-1)[1]
+    with routing.held(source, torch.tensor([2, 1]), 4):
+        _, again = torch.rand(8, 6).topk(2)
+    shown = shown_BT[[2, 1], :4]
+    assert torch.equal(again.view(2, 4, 2)[shown], chosen_BTK[[2, 1], :4][shown])
+
+
 def test_what_was_not_recorded_is_not_held():
     routing, source = Routing(), batch()
     scores = torch.rand(5, 6)

@@ -12,7 +12,7 @@ from torch import nn
 
 from gradloc.attribution import attribute
 from gradloc.localization import localize
-from gradloc.policy import place
+from gradloc.policy import Meter, Policy, place
 from gradloc.replay import coefficients_of, replay
 from gradloc.snapshot import MicroBatch
 
@@ -137,3 +137,41 @@ def test_packing_that_is_not_told_is_no_replay(trainer):
     step.ranks = [tuple(replace(batch, position_ids_BT=None) for batch in batches) for batches in step.ranks]
     finding = localize(copy.deepcopy(step).policy(), place([(b, step.grad_factor) for b in step.ranks]), step.facts())
     assert not finding.fidelity.reproduced
+
+
+def narrow_gradient(model, step):
+    """As a trainer would make it in bf16 that runs each micro-batch as one row of what its rows show."""
+    sums = [torch.zeros(p.shape) for p in model.parameters()]
+    for placed in step.placed:
+        batch, shown_BT = placed.batch, placed.batch.attention_mask_BT.bool()
+        positions_1N = (shown_BT.cumsum(dim=1) - 1)[shown_BT][None]
+        logits_1NV = model(batch.ids_BT[shown_BT][None], position_ids=positions_1N, use_cache=False).logits
+        logp_NV = torch.log_softmax(logits_1NV[0].float(), dim=-1)
+        logp_N = logp_NV.gather(-1, batch.ids_BT.roll(-1, dims=1)[shown_BT][:, None])[:, 0]
+        c_BT = torch.nn.functional.pad(placed.coefficient_BR().float(), (batch.first_position - 1, 1))
+        gradients = torch.autograd.grad((logp_N * c_BT[shown_BT]).sum(), list(model.parameters()))
+        for total, part in zip(sums, gradients, strict=True):
+            total += part.float()
+    return sums
+
+
+def test_rows_that_ran_as_one_in_bf16_are_replayed_as_one(trainer):
+    step = trainer.faulty(trainer.model(), trainer.stale(6.0), padding="right")
+    step = replace(step, ranks=[tuple(replace(batch, packed=True) for batch in batches) for batches in step.ranks])
+    model = copy.deepcopy(step.model).to(torch.bfloat16).eval()
+    truth = narrow_gradient(model, step)
+    norm = float(sum(part.double().square().sum() for part in truth)) ** 0.5
+    policy = Policy(copy.deepcopy(model), Meter(1000))
+    replayed = replay(policy, step.placed, coefficients_of(step.placed))
+    assert replayed.gradient.norm == pytest.approx(norm, rel=1e-6)
+    ranks = [tuple(replace(batch, packed=False) for batch in batches) for batches in step.ranks]
+    by_row = place([(batches, step.grad_factor) for batches in ranks])
+    other = replay(Policy(copy.deepcopy(model), Meter(1000)), by_row, coefficients_of(by_row))
+    assert other.gradient.norm != pytest.approx(norm, rel=1e-6), "bf16 rounds otherwise row by row"
+    for one, another, batch in zip(replayed.logp, other.logp, step.placed, strict=True):
+        used_BR = batch.batch.mask_BR.bool() & ~another.isnan()
+        assert torch.allclose(one[used_BR], another[used_BR], atol=0.1), "each token in its own place"
+    order = step.facts()
+    finding = localize(Policy(copy.deepcopy(model), Meter(1000)), step.placed, replace(order, grad_norm=norm))
+    assert finding.fidelity.replayed_norm == pytest.approx(norm, rel=1e-6)
+    assert [(one.rank, one.sequence, one.token) for one in finding.culprits] == [(1, 2, 9)]

@@ -41,6 +41,7 @@ class _Captured:
     rollout_ids_BR: torch.Tensor | None
     uids: tuple[str, ...]
     temperature: float
+    packed: bool
     coefficient_BR: torch.Tensor | None = None
     entropy_BR: torch.Tensor | None = None
     entropy_coefficient_BR: torch.Tensor | None = None
@@ -78,6 +79,7 @@ class Capture:
         temperature: float,
         entropy: torch.Tensor | None = None,
         ref_logp: torch.Tensor | None = None,
+        packed: bool = False,
     ) -> None:
         """Register one micro-batch. Raises ValueError when shapes do not fit together."""
         if not logp_BR.requires_grad:  # an evaluation pass: there will be no backward
@@ -108,6 +110,7 @@ class Capture:
             rollout_ids_BR=_optional("rollout_ids", rollout_ids, tuple(logp_BR.shape)),
             uids=tuple(str(one) for one in uid) if uid is not None else (),
             temperature=float(temperature),
+            packed=packed,
         )
         logp_BR.register_hook(captured.saw)  # type: ignore[no-untyped-call]
         if entropy is not None and entropy.requires_grad:
@@ -135,6 +138,7 @@ class Capture:
                 entropy_coefficient_BR=one.entropy_coefficient_BR,
                 uids=one.uids,
                 temperature=one.temperature,
+                packed=one.packed,
             )
             for one in taken
         )

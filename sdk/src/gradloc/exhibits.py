@@ -235,10 +235,10 @@ def _median_sizes(scene: Scene, sizes: Sequence[Tensor]) -> Tensor:
     for part, size_KBT in zip(parts, sizes, strict=False):
         attended = part.batch.attention_mask_BT
         num_computed = size_KBT.shape[2]
-        real_BT = (
-            torch.ones(size_KBT.shape[1:], dtype=torch.bool) if attended is None else attended[:, :num_computed].bool()
-        )
-        seen.append(size_KBT[:, real_BT])
+        if attended is None or scene.policy.replays_packed(part):
+            seen.append(size_KBT.flatten(1))
+        else:
+            seen.append(size_KBT[:, attended[:, :num_computed].bool()])
     return torch.cat(seen, dim=1).median(dim=1).values if seen else torch.zeros(0)
 
 

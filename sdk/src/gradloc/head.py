@@ -14,7 +14,7 @@ from torch import Tensor, nn
 # plain: the model's own. wide: gradients at the head are accumulated in float32 and never rounded on the way, as TRL's
 # fused head does. scaled: logits are divided by the temperature in their own format, as verl does.
 Head = Literal["plain", "wide", "scaled"]
-_NARROW = (torch.bfloat16, torch.float16)
+NARROW = (torch.bfloat16, torch.float16)
 
 
 def logp_and_entropy(
@@ -53,7 +53,7 @@ def _scaled(logits_BRV: Tensor, temperature: float, head: Head) -> Tensor:
 def as_trained(model: nn.Module, head: Head, dtype: torch.dtype) -> Iterator[None]:
     """The model's head as the trainer ran it, for forward passes that compute in `dtype`."""
     module = getattr(model, "get_output_embeddings", lambda: None)()
-    if head != "wide" or dtype not in _NARROW or not isinstance(module, nn.Linear):
+    if head != "wide" or dtype not in NARROW or not isinstance(module, nn.Linear):
         yield
         return
     module.forward = lambda hidden: _wide(hidden, module.weight, module.bias, dtype)  # type: ignore[method-assign, assignment]

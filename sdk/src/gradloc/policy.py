@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from gradloc.head import Head, as_trained, logp_and_entropy
+from gradloc.head import NARROW, Head, as_trained, logp_and_entropy
 from gradloc.routing import Routing
 from gradloc.snapshot import MicroBatch
 
@@ -145,6 +145,8 @@ class Policy:
             for name in ("attention_mask", "position_ids", "use_cache", "logits_to_keep")
             if name in accepted or (takes_all and name in ("attention_mask", "position_ids"))
         }
+        # A model without position_ids cannot know where a row of a pack begins.
+        self._can_pack = "position_ids" in self._takes
 
     @property
     def device(self) -> torch.device:
@@ -215,6 +217,48 @@ class Policy:
         with context(part.source, part.rows, num_positions):
             return self.log_probs(part.batch, to_the_end=part.to_the_end, instead=instead)
 
+    def replays_packed(self, part: "ActivePart") -> bool:
+        """Whether a replay runs the part's micro-batch as the trainer did, its rows as one: a whole one, where that
+        rounds otherwise than row by row."""
+        batch = part.source
+        told = batch.packed and batch.attention_mask_BT is not None
+        return told and part.is_whole and self.grid in NARROW and self._can_pack
+
+    def packed_log_probs(self, batch: MicroBatch) -> Tensor:
+        """`log_probs` of a whole micro-batch run as one row of what its attention mask shows; 0 elsewhere."""
+        assert batch.attention_mask_BT is not None
+        shown_BT = batch.attention_mask_BT.to(self.device).bool()
+        ids_BT = batch.ids_BT.to(self.device)
+        positions_BT = shown_BT.cumsum(dim=1) - 1 if batch.position_ids_BT is None else batch.position_ids_BT
+        inputs: dict[str, Any] = {"position_ids": positions_BT.to(self.device)[shown_BT].unsqueeze(0)}
+        if "use_cache" in self._takes:
+            inputs["use_cache"] = False
+        fed_1N = ids_BT[shown_BT].unsqueeze(0)
+        all_rows = torch.arange(len(ids_BT))
+        with (
+            self.routing.recorded(batch, all_rows, ids_BT.shape[1], shown_BT),
+            self._autocast(),
+            as_trained(self.model, self._head, self.grid),
+        ):
+            output = self.model(fed_1N, **inputs)
+            logits_1NV = output if isinstance(output, Tensor) else output.logits
+        self.meter.num_tokens_forward += fed_1N.numel()
+        self.meter.num_forwards += 1
+        logp_1N, entropy_1N = logp_and_entropy(
+            logits_1NV,
+            ids_BT.roll(-1, dims=1)[shown_BT].unsqueeze(0),
+            batch.temperature,
+            self._head,
+            narrow=torch.is_grad_enabled() and batch.logp_BR.dtype == logits_1NV.dtype,
+            entropy=batch.entropy_coefficient_BR is not None,
+        )
+
+        def by_row(values_1N: Tensor) -> Tensor:
+            rows_BT = values_1N.new_zeros(shown_BT.shape).masked_scatter(shown_BT, values_1N)
+            return rows_BT[:, batch.first_position - 1 : -1]
+
+        return _mixed(batch, by_row(logp_1N), None if entropy_1N is None else by_row(entropy_1N))
+
     def backward(
         self, logp_BR: Tensor, coefficient_BR: Tensor, *, num_tokens: int, keep_graph: bool = False
     ) -> tuple[Tensor | None, ...]:
@@ -265,6 +309,11 @@ class ActivePart:
     rows: Tensor  # int64 [b]
     num_columns: int
     to_the_end: bool  # nothing was cut off on the right
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every row has a part in it."""
+        return len(self.rows) == len(self.source.ids_BT)
 
     @property
     def num_tokens(self) -> int:

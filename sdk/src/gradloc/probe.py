@@ -223,6 +223,7 @@ class Probe:
         temperature: float = 1.0,
         entropy: torch.Tensor | None = None,
         ref_logp: torch.Tensor | None = None,
+        packed: bool = False,
     ) -> None:
         """Register one micro-batch, before its backward.
 
@@ -232,7 +233,8 @@ class Probe:
         repeats; rollout_ids [B, R]: ids that rollout_logp belongs to, where ids were made from text again;
         attention_mask and position_ids [B, T] as the model got them; temperature: what logits were divided by;
         entropy [B, R]: of the whole vocabulary, as the loss uses it, where it has an entropy term; ref_logp [B, R]:
-        of the reference policy, where it has a KL term.
+        of the reference policy, where it has a KL term; packed: the model ran the rows as one, one after the other,
+        each without what attention_mask leaves out (a replay in bf16 or fp16 does the same, to round alike).
         """
         if torch.is_autocast_enabled(logp.device.type):
             self.autocast_dtype = torch.get_autocast_dtype(logp.device.type)
@@ -256,6 +258,7 @@ class Probe:
                 temperature=temperature,
                 entropy=entropy,
                 ref_logp=ref_logp,
+                packed=packed,
             )
 
     @_harmless(_GO)

@@ -83,7 +83,10 @@ def replay_here(
     for placed, coefficient_BR in zip(batches, coefficients, strict=True):
         logp_BR = torch.full(coefficient_BR.shape, math.nan, dtype=torch.float64)
         for part in _parts(placed.batch, coefficient_BR, by_row):
-            computed_BR = policy.log_probs_of(part)
+            if policy.replays_packed(part):
+                computed_BR = policy.packed_log_probs(placed.batch)[:, : part.num_columns]
+            else:
+                computed_BR = policy.log_probs_of(part)
             gradients = policy.backward(
                 computed_BR, coefficient_BR[part.rows, : part.num_columns], num_tokens=part.num_tokens
             )

@@ -43,8 +43,11 @@ class Routing:
         return self._chooses
 
     @contextlib.contextmanager
-    def recorded(self, of: MicroBatch, rows: Tensor, num_positions: int) -> Iterator[None]:
-        """Keeps the choices of the forward pass inside, which runs these rows of `of` up to `num_positions`."""
+    def recorded(
+        self, of: MicroBatch, rows: Tensor, num_positions: int, packed_bT: Tensor | None = None
+    ) -> Iterator[None]:
+        """Keeps the choices of the forward pass inside, which runs these rows of `of` up to `num_positions`;
+        `packed_bT`: only where this is true, as one row."""
         if not self._chooses:
             yield
             return
@@ -52,7 +55,7 @@ class Routing:
         with _Recording(found):
             yield
         self._chooses = bool(found)
-        by_row = [_by_row(choice, len(rows), num_positions) for choice in found]
+        by_row = [_by_row(choice, len(rows), num_positions, packed_bT) for choice in found]
         known = self._records.get(id(of))
         if all(choice is not None for choice in by_row) and (known is None or len(known.rows) <= len(rows)):
             self._records[id(of)] = _Record(of, rows.tolist(), num_positions, tuple(c for c in by_row if c is not None))
@@ -75,10 +78,18 @@ class Routing:
             yield
 
 
-def _by_row(choice: Tensor, num_rows: int, num_positions: int) -> Tensor | None:
-    """[b, T, K] from [b * T, K] or itself; None for another shape."""
-    if choice.dim() in (2, 3) and choice.numel() == num_rows * num_positions * choice.shape[-1]:
-        return choice.view(num_rows, num_positions, choice.shape[-1]).to(torch.int16)
+def _by_row(choice: Tensor, num_rows: int, num_positions: int, packed_bT: Tensor | None) -> Tensor | None:
+    """[b, T, K] from [b * T, K] or itself, or from one choice for each that is true in `packed_bT`; None for another
+    shape."""
+    if choice.dim() not in (2, 3):
+        return None
+    num_choices = choice.shape[-1]
+    if packed_bT is not None and choice.numel() == int(packed_bT.sum()) * num_choices:
+        found = torch.zeros(num_rows, num_positions, num_choices, dtype=torch.int16, device=choice.device)
+        found[packed_bT] = choice.view(-1, num_choices).to(torch.int16)
+        return found
+    if choice.numel() == num_rows * num_positions * num_choices:
+        return choice.view(num_rows, num_positions, num_choices).to(torch.int16)
     return None
 
 

@@ -63,6 +63,7 @@ class MicroBatch:
     entropy_coefficient_BR: torch.Tensor | None = None
     uids: tuple[str, ...] = ()
     temperature: float = 1.0
+    packed: bool = False  # the trainer ran what attention_mask_BT shows as one long row
 
     @property
     def first_position(self) -> int:
@@ -74,7 +75,8 @@ class MicroBatch:
         return int(self.mask_BR.sum())
 
 
-_TENSOR_FIELDS = tuple(field.name for field in fields(MicroBatch) if field.name not in ("uids", "temperature"))
+_NO_TENSORS = ("uids", "temperature", "packed")
+TENSOR_FIELDS = tuple(field.name for field in fields(MicroBatch) if field.name not in _NO_TENSORS)
 
 
 class _Document(BaseModel):
@@ -89,6 +91,7 @@ class FileRecord(_Document):
 class MicroBatchRecord(_Document):
     uids: tuple[str, ...] = ()
     temperature: float = 1.0
+    packed: bool = False
 
 
 class RankPart(_Document):
@@ -145,7 +148,7 @@ def write_part(store: Store, rank: int, micro_batches: tuple[MicroBatch, ...], g
     """Write one rank's batch, then its part manifest."""
     tensors: dict[str, torch.Tensor] = {}
     for index, micro_batch in enumerate(micro_batches):
-        for name in _TENSOR_FIELDS:
+        for name in TENSOR_FIELDS:
             tensor = getattr(micro_batch, name)
             if tensor is not None:
                 tensors[f"{index}.{name}"] = tensor.detach().to("cpu")
@@ -153,7 +156,9 @@ def write_part(store: Store, rank: int, micro_batches: tuple[MicroBatch, ...], g
     part = RankPart(
         rank=rank,
         grad_factor=grad_factor,
-        micro_batches=tuple(MicroBatchRecord(uids=m.uids, temperature=m.temperature) for m in micro_batches),
+        micro_batches=tuple(
+            MicroBatchRecord(uids=m.uids, temperature=m.temperature, packed=m.packed) for m in micro_batches
+        ),
         files={name: _record(store.write_pieces(name, pieces(tensors)))},
     )
     store.write(f"parts/rank-{rank}.json", part.model_dump_json().encode())
@@ -219,10 +224,12 @@ class Snapshot:
         found = []
         for index, record in enumerate(part.micro_batches):
             values: dict[str, Any] = {
-                field: tensors[f"{index}.{field}"] for field in _TENSOR_FIELDS if f"{index}.{field}" in tensors
+                field: tensors[f"{index}.{field}"] for field in TENSOR_FIELDS if f"{index}.{field}" in tensors
             }
             try:
-                micro_batch = MicroBatch(**values, uids=record.uids, temperature=record.temperature)
+                micro_batch = MicroBatch(
+                    **values, uids=record.uids, temperature=record.temperature, packed=record.packed
+                )
             except TypeError:
                 raise SnapshotRejected(
                     f"snapshot {self.store.url}: {visible(name, 120)} lacks tensors of micro-batch {index}; "
@@ -337,7 +344,7 @@ def _check_shapes(url: str, name: str, index: int, micro_batch: MicroBatch) -> N
             raise SnapshotRejected(f"{where}: {field} of micro-batch {index} is no matrix; take a new snapshot")
     num_rows, num_positions = micro_batch.ids_BT.shape
     shape_BR = micro_batch.logp_BR.shape
-    for field in _TENSOR_FIELDS:
+    for field in TENSOR_FIELDS:
         tensor = getattr(micro_batch, field)
         if tensor is None:
             continue

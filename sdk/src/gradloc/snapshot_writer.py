@@ -14,14 +14,13 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from gradloc import snapshot
-from gradloc.snapshot import FileRecord, Manifest, MicroBatch
+from gradloc.snapshot import TENSOR_FIELDS, FileRecord, Manifest, MicroBatch
 from gradloc.store import Store
 from gradloc_proto.messages import Message, SnapshotCommitted, SnapshotFailed
 
 CLOSE_TIMEOUT_S = 30.0
 HEAD_START_S = 0.02  # the loop leaves `observe` before the writing starts: both would wait for the interpreter's lock
 _log = logging.getLogger("gradloc")
-_BATCH_FIELDS = tuple(name for name in MicroBatch.__dataclass_fields__ if name not in ("uids", "temperature"))
 
 
 @dataclass(frozen=True)
@@ -167,6 +166,6 @@ def host_batch(micro_batches: tuple[MicroBatch, ...]) -> tuple[MicroBatch, ...]:
         return None if tensor is None else tensor.detach().to("cpu", copy=True)
 
     return tuple(
-        replace(one, **{name: copied(getattr(one, name)) for name in _BATCH_FIELDS})  # type: ignore[arg-type]
+        replace(one, **{name: copied(getattr(one, name)) for name in TENSOR_FIELDS})  # type: ignore[arg-type]
         for one in micro_batches
     )

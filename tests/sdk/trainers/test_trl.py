@@ -12,7 +12,9 @@ pytest.importorskip("trl", reason="trl is not installed; pip install 'gradloc[tr
 import datasets
 from trl import GRPOConfig, GRPOTrainer
 
+from gradloc.clipping import LayerClip, SeqClip, TokenClip
 from gradloc.integrations.trl import attach
+from gradloc_proto.messages import StepObserved
 
 # TRL and transformers warn of each other's names; ours stay errors.
 pytestmark = [
@@ -128,6 +130,30 @@ def test_grpo_is_replayed_exactly_and_a_stale_token_is_found(
     assert culprit.uid.startswith("prompt-")
     assert finding.certificate is not None
     assert finding.certificate.norm_without < 4 * max(recorder.norms[:FAULTY_STEP])
+
+
+def test_token_clip_keeps_a_stale_token_out_of_the_update(
+    policy_path: Path,
+    load: Callable[[], Any],
+    tokenizer: Any,
+    bus: Any,
+    recorder: Any,
+    compared: Any,
+    every_snapshot: Any,
+    tmp_path: Path,
+) -> None:
+    trainer = grpo_trainer(policy_path, load(), tokenizer, tmp_path)
+    recorder.watch(trainer)
+    remedies = [TokenClip(), SeqClip(low=1e-9, high=1e9), LayerClip()]
+    attachment = attach(trainer, run="trainer-run", bus=bus, store=str(tmp_path / "store"), remedies=remedies)
+    StaleToken(trainer, FAULTY_STEP, 1)
+    every_snapshot(attachment, trainer)
+    trainer.train()
+    assert recorder.norms[FAULTY_STEP] < 4 * max(recorder.norms[:FAULTY_STEP]), "not so without it: the test above"
+    found = compared(bus, recorder, FAULTY_STEP)
+    assert found.cosine >= 1 - 1e-9 and found.norm_error <= 1e-5, "what is replayed is the step as it was taken"
+    told = {message.step: message.tokens_remedied for message in bus.found(StepObserved)}
+    assert told[FAULTY_STEP] is not None and told[FAULTY_STEP] > 0 == told[0]
 
 
 def test_what_is_not_trls_is_refused() -> None:

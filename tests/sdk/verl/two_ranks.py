@@ -39,6 +39,7 @@ def train(out: Path, packed: bool, narrow: bool) -> None:
 
     rank = dist.get_rank()
     os.environ["GRADLOC_STORE"] = str(out / "store")
+    os.environ["GRADLOC_REMEDIES"] = "TokenClip,LayerClip" if out.name.endswith("remedied") else ""
     engine = engine_of(checkpoint(out), packed=packed, narrow=narrow)
     assert type(engine).__name__ == "WatchedFSDPEngine", type(engine)
     bus = MemoryBus()  # a detector that wants every step explained, in place of Redis

@@ -2,6 +2,7 @@
 
     VERL_USE_EXTERNAL_MODULES=gradloc.integrations.verl VERL_ENGINE_VENDOR=gradloc
     GRADLOC_RUN=my-run GRADLOC_STORE=file:///data/gradloc GRADLOC_REDIS_URL=redis://...
+    GRADLOC_REMEDIES=TokenClip,LayerClip    (none unless named; docs/remedies.md)
 
 It is verl's own FSDP engine; the log-probabilities that it hands to the loss are watched on the way, and the norms are
 measured before it clips. Padded and packed batches, FSDP2. What goes wrong in here is one log line.
@@ -9,6 +10,7 @@ Shapes: B rows, T positions, R = T - 1 positions with a logp, C of a response, N
 """
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,12 +20,15 @@ from verl.utils import tensordict_utils
 from verl.workers.engine.base import EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
+from gradloc.clipping import LayerClip, SeqClip, TokenClip
+from gradloc.clipping.applied import Remedy
 from gradloc.integrations.from_logits import through
 from gradloc.integrations.harmless import Harmless
 from gradloc.probe import Probe, watch
 
 VENDOR = "gradloc"
 DEVICES = ["cuda", "npu", "cpu"]
+REMEDIES: dict[str, Callable[[], Remedy]] = {"TokenClip": TokenClip, "SeqClip": SeqClip, "LayerClip": LayerClip}
 
 
 class WatchedFSDPEngine(FSDPEngineWithLMHead):  # type: ignore[misc]
@@ -46,6 +51,7 @@ class WatchedFSDPEngine(FSDPEngineWithLMHead):  # type: ignore[misc]
             attempt=int(os.environ.get("GRADLOC_ATTEMPT", "0")),
             localize="inline" if os.environ.get("GRADLOC_LOCALIZE") == "inline" else None,
             tokenizer=self.model_config.tokenizer,
+            remedies=remedies_of(os.environ.get("GRADLOC_REMEDIES", "")),
         )
         self.probe.head = "scaled"
 
@@ -91,6 +97,7 @@ class WatchedFSDPEngine(FSDPEngineWithLMHead):  # type: ignore[misc]
             position_ids=layout.rows(micro_batch["position_ids"].values()),
             temperature=float(temperature.flatten()[0] if isinstance(temperature, Tensor) else temperature),
             entropy=entropy_BR,
+            packed=bool(tensordict_utils.get_non_tensor_data(micro_batch, "use_remove_padding", default=True)),
             **facts,
         )
 
@@ -148,6 +155,15 @@ def row_facts(micro_batch: Any, layout: Layout, logp_BR: Tensor) -> tuple[Tensor
     if "uid" in keys:
         facts["uid"] = [str(one) for one in tensordict_utils.get(micro_batch, "uid")]
     return mask_BR, facts
+
+
+def remedies_of(names: str) -> list[Remedy]:
+    """Remedies with their defaults by their names, parted by commas. Raises ValueError for another name."""
+    wanted = [name.strip() for name in names.split(",") if name.strip()]
+    unknown = [name for name in wanted if name not in REMEDIES]
+    if unknown:
+        raise ValueError(f"GRADLOC_REMEDIES names {', '.join(unknown)}; expected some of {', '.join(REMEDIES)}")
+    return [REMEDIES[name]() for name in wanted]
 
 
 def refuse(engine: Any) -> None:
