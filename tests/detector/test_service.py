@@ -457,6 +457,29 @@ def test_a_state_that_was_lost_while_its_cursor_survived_is_folded_again_and_tol
     bus.close()
 
 
+def test_a_checkpoint_that_only_another_had_written_is_missed(redis_url, story, eventually):
+    bus = RedisBus(redis_url)
+    publish(bus, story.run, started(story.run), *story.steps(0, 40))
+    first = DetectorService(bus, settings=QUICK)
+    turns(first)
+    first.close()
+    second = DetectorService(bus, settings=replace(QUICK, loss_check_s=1_000.0))
+    turns(second)
+    with redis.Redis.from_url(redis_url) as client:
+        client.flushall()
+    publish(bus, story.run, started(story.run), *story.steps(50, 60))
+
+    def is_told():
+        turns(second, 1)
+        return "stream_gap_noticed" in kinds(bus, story.run)
+
+    eventually(is_told, what="the loss")
+    gap = next(message for message in read(bus, story.run) if message.type == "stream_gap_noticed")
+    assert "checkpoint" in gap.reason and gap.last_step == 40
+    second.close()
+    bus.close()
+
+
 def test_a_run_that_is_over_keeps_its_keys_for_a_while_and_is_then_forgotten(redis_url, story, eventually, running):
     bus, steps = RedisBus(redis_url), streams.stream(story.run, "steps")
     first = running(bus, settings=replace(QUICK, rest_ttl_s=600.0))

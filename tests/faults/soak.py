@@ -6,13 +6,18 @@ Two trainers publish thirty steps a second each, with a spike now and then, to t
 their bound from the start, so that Redis does not grow either. After a warm-up, in which caches and pools fill,
 memory, descriptors and threads of each process are noted every few seconds. The slope of memory is that of the medians
 of ten equal stretches (least squares), with its interval at 95 % (Student's t, eight degrees of freedom): medians of
-stretches, because samples seconds apart are no independent ones. Exit code 1 where a slope's interval lies above zero,
-or descriptors or threads have grown.
+stretches, because samples seconds apart are no independent ones.
+
+Beside what the system counts (`memory`) stands what is in use of it, as the processes themselves say (alive/): blocks
+of Python's objects and bytes of the C heap; of Redis its own count without the streams of incidents and wishes, which
+are still on their way to their bound. Exit code 1 where the interval of one of these lies above zero, or descriptors
+or threads have grown.
 """
 
 import argparse
 import json
 import math
+import os
 import statistics
 import sys
 import tempfile
@@ -60,16 +65,27 @@ class CalmWorld(World):
 
 @dataclass
 class Watched:
-    """What was seen of one process: seconds, memory of its own, descriptors, threads."""
+    """What was seen of one process: seconds, memory of its own, descriptors, threads; and what is in use of memory."""
 
     name: str
     rows: list[tuple[float, int, int, int]] = field(default_factory=list)
+    in_use: list[tuple[float, int, int]] = field(default_factory=list)  # seconds, blocks of objects, bytes of the heap
 
-    def look(self, child: Child, now: float) -> None:
+    def look(self, child: Child, now: float, alive: Path) -> None:
         self.rows.append((now, child.memory_bytes(), child.num_files(), child.num_threads()))
+        place = alive / str(child.process.pid if child.process else 0)
+        if place.exists():
+            num_blocks, num_bytes = place.read_text().split()
+            self.in_use.append((now, int(num_blocks), int(num_bytes)))
 
     def told(self) -> dict[str, Any]:
         slope, half_width = slope_of([(at, memory) for at, memory, _, _ in self.rows])
+        alive = {}
+        if len(self.in_use) >= NUM_STRETCHES:
+            alive = {
+                "heap_mb_per_h": _per_h([(at, num_bytes / MB) for at, _, num_bytes in self.in_use]),
+                "kblocks_per_h": _per_h([(at, num_blocks / 1e3) for at, num_blocks, _ in self.in_use]),
+            }
         third = len(self.rows) // 3
         early, late = self.rows[:third], self.rows[-third:]
 
@@ -85,6 +101,7 @@ class Watched:
             "interval_mb_per_h": [round((slope - half_width) * per_h, 3), round((slope + half_width) * per_h, 3)],
             "files": [int(typical(early, 2)), int(typical(late, 2))],
             "threads": [int(typical(early, 3)), int(typical(late, 3))],
+            **alive,
         }
 
 
@@ -100,6 +117,12 @@ def slope_of(points: list[tuple[float, float]]) -> tuple[float, float]:
     return slope, STUDENT_T_975_OF_8 * math.sqrt(residual / spread)
 
 
+def _per_h(points: list[tuple[float, float]]) -> list[float]:
+    """Slope an hour, and its interval."""
+    slope, half_width = slope_of(points)
+    return [round(3_600 * value, 3) for value in (slope, slope - half_width, slope + half_width)]
+
+
 def _past(run: str, step: int) -> StepObserved:
     return StepObserved(run_id=run, ts=time.time(), step=step, grad_norm=NORM, layer_norms=CALM, num_tokens=1_000)
 
@@ -109,6 +132,10 @@ class YoungWorld(CalmWorld):
 
 
 def soak(kind: type[CalmWorld], folder: Path, seed: int, warm_up_s: float, seconds: float) -> dict[str, Any]:
+    alive = folder.parent / "alive"
+    alive.mkdir()
+    path = os.pathsep.join(filter(None, [str(Path(__file__).parent / "alive"), os.environ.get("PYTHONPATH", "")]))
+    os.environ |= {"PYTHONPATH": path, "SOAK_ALIVE": str(alive)}
     with kind(folder, seed) as world:
         time.sleep(warm_up_s)
         children = {child.name: child for child in (*world.services(), world.redis, *world.trainers.values())}
@@ -117,7 +144,8 @@ def soak(kind: type[CalmWorld], folder: Path, seed: int, warm_up_s: float, secon
         while (now := time.monotonic() - began) < seconds:
             for name, child in children.items():
                 assert child.alive, f"{name} has ended: {child.log.read_text()[-500:]}"
-                watched[name].look(child, now)
+                watched[name].look(child, now, alive)
+            watched[world.redis.name].in_use.append((now, 0, _redis_bytes(world)))
             time.sleep(LOOK_EVERY_S)
         with world.client() as client:
             dataset = int(client.info("memory")["used_memory_dataset"])
@@ -136,8 +164,19 @@ def soak(kind: type[CalmWorld], folder: Path, seed: int, warm_up_s: float, secon
     }
 
 
+def _redis_bytes(world: World) -> int:
+    """What Redis has in use, without the streams that are on their way to their bound."""
+    growing = [streams.stream(run, name) for run in world.runs for name in ("incidents", "control")]
+    with world.client() as client:
+        used = int(client.info("memory")["used_memory"])
+        return used - sum(int(client.memory_usage(key, samples=0) or 0) for key in growing)
+
+
 def grows(row: dict[str, Any]) -> bool:
-    return row["interval_mb_per_h"][0] > 0 or row["files"][1] > row["files"][0] or row["threads"][1] > row["threads"][0]
+    lowest = [row[name][1] for name in ("heap_mb_per_h", "kblocks_per_h") if name in row] or row["interval_mb_per_h"][
+        :1
+    ]
+    return max(lowest) > 0 or row["files"][1] > row["files"][0] or row["threads"][1] > row["threads"][0]
 
 
 def main() -> None:

@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable
 
 import pytest
+import redis
 
 from gradloc.publisher import Publisher
 from gradloc_proto import codec, streams
@@ -96,6 +97,26 @@ def test_a_run_is_announced_again_after_redis_lost_everything(
     finally:
         again.kill()
         again.wait()
+
+
+def test_a_run_is_announced_again_after_an_outage_that_nobody_felt(
+    redis_process: tuple[str, subprocess.Popen[bytes]],
+) -> None:
+    url, _ = redis_process
+    publisher = Publisher(RedisBus(url), "r")
+    publisher.put(RunStarted(run_id="r", ts=0.0))
+    publisher.put(step(7))
+    reader = RedisBus(url)
+    wait_for(lambda: reader.length(streams.stream("r", "steps")) == 2)
+    with redis.Redis.from_url(url) as client:  # another one at the same address, which the client finds by itself
+        client.flushall()
+        client.client_kill_filter(_type="normal", skipme=True)
+    publisher.put(step(8))
+    wait_for(lambda: announced(reader) == 1)
+    again = codec.decode(reader.read_last(streams.REGISTRY, count=1)[0].data)
+    assert isinstance(again, RunStarted) and again.first_step == 7
+    publisher.close()
+    assert publisher.num_dropped == 0
 
 
 def _answers(bus: RedisBus) -> bool:

@@ -72,6 +72,10 @@ class CommitResult(StrEnum):
 class Bus(Protocol):
     """Append-only streams, leases and the owner's commit. Every call may raise BusUnavailable."""
 
+    @property
+    def num_connects(self) -> int:
+        """How often a connection was made. One more: whoever answers now need not be who answered before."""
+
     def append(self, key: str, data: Sequence[bytes], *, length_max: int) -> None:
         """Append entries in order; the stream is cut, oldest first, to about the memory of `length_max` entries."""
 

@@ -16,6 +16,8 @@ from gradloc_proto.bus import START, Checkpoint, Commit, CommitResult, Entry
 class MemoryBus:
     """Thread-safe; `clock` returns seconds and never goes back."""
 
+    num_connects = 0
+
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._changed = threading.Condition()

@@ -53,9 +53,14 @@ class RedisBus:
     def __init__(self, url: str, *, timeout_s: float = 5.0) -> None:
         self._display_url = display_url(url)
         self._timeout_s = timeout_s
+        self._num_connects = 0
         try:
             self._redis = redis.Redis.from_url(
-                url, socket_timeout=timeout_s, socket_connect_timeout=timeout_s, decode_responses=False
+                url,
+                socket_timeout=timeout_s,
+                socket_connect_timeout=timeout_s,
+                decode_responses=False,
+                redis_connect_func=self._connected,
             )
         except ValueError:
             # The client's own text may hold a piece of the password.
@@ -69,6 +74,15 @@ class RedisBus:
         self._acquire = self._redis.register_script(_ACQUIRE)
         self._release = self._redis.register_script(_RELEASE)
         self._discard = self._redis.register_script(_DISCARD)
+
+    @property
+    def num_connects(self) -> int:
+        return self._num_connects
+
+    def _connected(self, connection: Any) -> None:
+        # The client connects again, and asks again, by itself: without a word that Redis may have been another one.
+        self._num_connects += 1
+        connection.on_connect()
 
     @contextmanager
     def _errors(self) -> Iterator[None]:

@@ -29,8 +29,9 @@ _log = logging.getLogger("gradloc")
 class Publisher:
     """Publishes one run's messages; `limits` and `wish` are what came back.
 
-    Redis may lose the announcement of the run: it is announced again after each outage, and when no limits come back
-    for UNWATCHED_STEPS steps and `unwatched_s` seconds.
+    Redis may lose the announcement of the run: it is announced again after each outage, after each new connection (an
+    outage that the client bridged by itself), and when no limits come back for UNWATCHED_STEPS steps and `unwatched_s`
+    seconds.
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class Publisher:
         self._down = False
         self._announcement: RunStarted | None = None
         self._announce_again = False
+        self._num_connects = 0
         self._first_step: int | None = None
         self._num_unwatched = 0  # messages since the last news of limits
         self._news_at = time.monotonic()
@@ -101,6 +103,7 @@ class Publisher:
                 with self._changed:
                     batch, self._num_in_flight, self._down = [], 0, False
                     self._changed.notify_all()
+                self._greet_another_server()
                 if time.monotonic() >= poll_at:
                     self._poll()
                     poll_at = time.monotonic() + POLL_INTERVAL_S
@@ -142,10 +145,17 @@ class Publisher:
         # The registry comes first: a run that nobody knows is watched by nobody.
         known = [codec.encode(message) for message in started]
         self._bus.append(streams.REGISTRY, known, length_max=streams.REGISTRY_LENGTH_MAX)
+        if known:
+            self._num_connects = self._bus.num_connects
         key = streams.stream(self._run_id, "steps")
         self._bus.append(key, data, length_max=streams.STREAM_LENGTH_MAX["steps"])
         self._announce_again = False
         self._num_unwatched += len(batch)
+
+    def _greet_another_server(self) -> None:
+        if self._announcement is not None and self._bus.num_connects > self._num_connects:
+            self._announce_again = True
+            self._send([])
 
     def _look_for_a_watcher(self) -> None:
         """Ask for the run to be announced again where nobody seems to know it, ever more rarely."""

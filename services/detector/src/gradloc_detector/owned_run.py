@@ -53,7 +53,7 @@ class OwnedRun:
         self._keys: dict[StreamName, str] = {name: streams.stream(run_id, name) for name in STREAMS}
         self._nonce = ""
         self._held: _Held | None = None
-        self._committed: tuple[dict[StreamName, str], int | None] | None = None  # cursors and last step, by us
+        self._committed: tuple[dict[StreamName, str], int | None] | None = None  # cursors and last step that we know of
         self.lag_s = 0.0
 
     @property
@@ -116,6 +116,8 @@ class OwnedRun:
             self._committed = None  # told once
             step = step if step is not None else _newest_step(bus, self._keys["steps"])
             self._absorb_effects("steps", *loss_noticed(state, lost, step=step))
+        elif checkpoint is not None:
+            self._committed = dict(cursors), state.book.last_step
 
     # --- folding ---
 
