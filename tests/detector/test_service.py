@@ -457,7 +457,8 @@ def test_a_state_that_was_lost_while_its_cursor_survived_is_folded_again_and_tol
     bus.close()
 
 
-def test_a_checkpoint_that_only_another_had_written_is_missed(redis_url, story, eventually):
+@pytest.mark.parametrize("attempt", [0, 1], ids=["the-run-goes-on", "the-trainer-died-too"])
+def test_what_was_lost_with_a_checkpoint_of_another_is_told(redis_url, story, eventually, attempt):
     bus = RedisBus(redis_url)
     publish(bus, story.run, started(story.run), *story.steps(0, 40))
     first = DetectorService(bus, settings=QUICK)
@@ -467,15 +468,15 @@ def test_a_checkpoint_that_only_another_had_written_is_missed(redis_url, story, 
     turns(second)
     with redis.Redis.from_url(redis_url) as client:
         client.flushall()
-    publish(bus, story.run, started(story.run), *story.steps(50, 60))
+    publish(bus, story.run, started(story.run, attempt=attempt), *story.steps(50, 60, attempt=attempt))
 
-    def is_told():
+    def gaps():
         turns(second, 1)
-        return "stream_gap_noticed" in kinds(bus, story.run)
+        told = [message for message in read(bus, story.run) if message.type == "stream_gap_noticed"]
+        return [(message.attempt, message.first_step, message.last_step) for message in told]
 
-    eventually(is_told, what="the loss")
-    gap = next(message for message in read(bus, story.run) if message.type == "stream_gap_noticed")
-    assert "checkpoint" in gap.reason and gap.last_step == 40
+    eventually(lambda: len(gaps()) == 2, what="the loss")
+    assert gaps() == [(0, 40, 40), (0, 0, 49)]
     second.close()
     bus.close()
 

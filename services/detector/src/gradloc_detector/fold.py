@@ -10,7 +10,7 @@ import numpy as np
 
 from gradloc_detector import incidents, localizations, sequence, steps
 from gradloc_detector.policy import DEFAULT_POLICY, LABELS_MAX, REQUESTS_KEPT_MAX, SENSITIVITY_RANGE, Policy
-from gradloc_detector.state import Book, DetectorState, Effects, Emit, Rejection
+from gradloc_detector.state import Book, DetectorState, Effects, Emit, Place, Rejection
 from gradloc_proto import rules
 from gradloc_proto.messages import (
     JobReported,
@@ -86,16 +86,18 @@ def _fold(state: DetectorState, message: Message, policy: Policy) -> tuple[Detec
     return replace(state, book=book), effects
 
 
-def loss_noticed(state: DetectorState, what: str, step: int | None = None) -> tuple[DetectorState, Effects]:
+def loss_noticed(state: DetectorState, what: str, place: Place | None = None) -> tuple[DetectorState, Effects]:
     """Redis lost data (a restart, a failover without the last writes); `what` says which.
 
-    `step` is the last one known, where the state itself was lost.
+    `place` is the last one known, where the state itself was lost.
     """
     book = state.book
-    step = step if step is not None else book.last_step or 0
+    attempt, step = (book.attempt, book.last_step or 0) if place is None else (place.attempt, place.step)
+    if place is not None and book.last_step is None:
+        state = replace(state, book=book.model_copy(update={"lost_at": place}))
     message = StreamGapNoticed(
         run_id=book.run_id,
-        attempt=book.attempt,
+        attempt=attempt,
         ts=book.last_ts,
         first_step=step,
         last_step=step,
@@ -117,7 +119,9 @@ def _step(state: DetectorState, message: StepObserved, policy: Policy) -> tuple[
         return state, (*effects, Rejection(fault))
     if not sequence.is_new(book, message.step):
         return replace(state, book=book.model_copy(update={"num_repeated": book.num_repeated + 1})), effects
-    state = replace(state, book=book.model_copy(update={"last_ts": message.ts}))
+    book, gaps = sequence.resumed(book.model_copy(update={"last_ts": message.ts}), message)
+    effects += gaps
+    state = replace(state, book=book)
     state, more = steps.observed(state, message, policy)
     book, yet_more = localizations.struck(state.book)
     return replace(state, book=book), effects + more + yet_more
@@ -153,6 +157,7 @@ def _restarted(state: DetectorState, attempt: int, policy: Policy) -> tuple[Dete
         "clock",
         "labels",
         "last_ts",
+        "lost_at",
     )
     counts = ("num_repeated", "num_old_attempt", "num_rejected")
     changes: dict[str, object] = {name: getattr(book, name) for name in (*kept, *counts)}

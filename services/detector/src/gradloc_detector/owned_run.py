@@ -16,7 +16,17 @@ from gradloc_detector import calm_steps
 from gradloc_detector.fold import ACCEPTED, fold, loss_noticed
 from gradloc_detector.metrics import Metrics
 from gradloc_detector.policy import Policy
-from gradloc_detector.state import DetectorState, Effects, Emit, Rejection, StateRejected, dump, initial_state, load
+from gradloc_detector.state import (
+    DetectorState,
+    Effects,
+    Emit,
+    Place,
+    Rejection,
+    StateRejected,
+    dump,
+    initial_state,
+    load,
+)
 from gradloc_proto import codec, streams
 from gradloc_proto.bus import START, Bus, BusUnavailable, Commit, CommitResult, Entry, Output
 from gradloc_proto.codec import MessageRejected
@@ -53,7 +63,7 @@ class OwnedRun:
         self._keys: dict[StreamName, str] = {name: streams.stream(run_id, name) for name in STREAMS}
         self._nonce = ""
         self._held: _Held | None = None
-        self._committed: tuple[dict[StreamName, str], int | None] | None = None  # cursors and last step that we know of
+        self._committed: tuple[dict[StreamName, str], Place | None] | None = None  # cursors and last step
         self.lag_s = 0.0
 
     @property
@@ -104,7 +114,7 @@ class OwnedRun:
                 lost = "the detector's state; what the streams still hold is folded again"
         elif self._committed is not None:
             lost = "the detector's checkpoint; what the streams still hold is folded again"
-        known, step = self._committed or ({}, None)
+        known, place = self._committed or ({}, None)
         if lost is None and any(_order(cursors[name]) < _order(cursor) for name, cursor in known.items()):
             lost = (
                 "the last commits, as a replica does that was promoted without them; folded again from the one before"
@@ -114,10 +124,10 @@ class OwnedRun:
             log.error("run %s: Redis lost %s", self.run_id, lost)
             self._metrics.losses.inc()
             self._committed = None  # told once
-            step = step if step is not None else _newest_step(bus, self._keys["steps"])
-            self._absorb_effects("steps", *loss_noticed(state, lost, step=step))
+            place = place if place is not None else _newest_step(bus, self._keys["steps"])
+            self._absorb_effects("steps", *loss_noticed(state, lost, place))
         elif checkpoint is not None:
-            self._committed = dict(cursors), state.book.last_step
+            self._committed = dict(cursors), _last_step(state)
 
     # --- folding ---
 
@@ -251,7 +261,7 @@ class OwnedRun:
         match result:
             case CommitResult.DONE:
                 held.committed_cursor, held.outputs, held.num_folded = new_cursor, [], 0
-                self._committed = dict(held.cursors), held.state.book.last_step
+                self._committed = dict(held.cursors), _last_step(held.state)
             case CommitResult.LEASE_LOST:
                 self._lose()
             case CommitResult.CURSOR_MOVED:
@@ -304,15 +314,20 @@ def _output(run_id: str, stream: StreamName, message: Message) -> Output:
     return Output(streams.stream(run_id, stream), codec.encode(message), streams.STREAM_LENGTH_MAX[stream])
 
 
-def _newest_step(bus: Bus, key: str) -> int | None:
-    """Number of the newest step that a stream holds, as far as a look at its end tells."""
+def _last_step(state: DetectorState) -> Place | None:
+    book = state.book
+    return None if book.last_step is None else Place(attempt=book.attempt, step=book.last_step)
+
+
+def _newest_step(bus: Bus, key: str) -> Place | None:
+    """The newest step that a stream holds, as far as a look at its end tells."""
     for entry in reversed(bus.read_last(key, count=8)):
         try:
             message = codec.decode(entry.data)
         except MessageRejected:
             continue
         if isinstance(message, StepObserved):
-            return message.step
+            return Place(attempt=message.attempt, step=message.step)
     return None
 
 

@@ -94,6 +94,11 @@ class Stop(Part):
     snapshot: str
 
 
+class Place(Part):
+    attempt: int
+    step: int
+
+
 class Book(Part):
     """Everything but the baselines."""
 
@@ -109,6 +114,7 @@ class Book(Part):
     distances: tuple[int, ...] = ()  # of the last neighbouring steps: subsampled logging is no gap
     num_steps: int = 0
     gaps: tuple[Gap, ...] = ()
+    lost_at: Place | None = None  # the last step that a state knew which Redis has lost, until the next step comes
     num_repeated: int = 0
     num_old_attempt: int = 0
     num_rejected: int = 0
