@@ -139,7 +139,11 @@ def _commit() -> str:
 
 
 if __name__ == "__main__":
-    os.environ["PYTHONPATH"] = str(Path(__file__).parent)  # for the process that others are forked from
+    paths = [
+        str(Path(__file__).parent),
+        os.environ.get("PYTHONPATH", ""),
+    ]  # for the process that others are forked from
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")

@@ -148,6 +148,25 @@ def test_a_learning_rate_far_above_the_usual_explains_what_no_token_does():
     assert (cause.name, verdict_of("token", cause)) == ("learning-rate", "batch-wide")
 
 
+def test_a_ratio_is_nobodys_for_certain_once_the_policy_has_run_away():
+    few = replace(
+        CALM, kind="token", num_culprits=1, log_ratio=4.0, metrics={"lr": 4e-3}, metrics_usual={"lr": 1e-4},
+        log_ratio_spread=0.1,
+    )  # fmt: skip
+    moved = diagnose(replace(few, mean_log_ratio=0.3))
+    assert [(cause.name, cause.confidence) for cause in moved[:2]] == [
+        ("learning-rate", "medium"),
+        ("token-mismatch", "medium"),
+    ]
+    assert verdict_of("token", moved[0]) == "token", "its removal is proved; why it is so is not"
+    still = diagnose(replace(few, mean_log_ratio=0.002))
+    assert [(cause.name, cause.confidence) for cause in still[:1]] == [("token-mismatch", "high")], "not acted yet"
+    usual = diagnose(replace(few, mean_log_ratio=0.3, metrics={"lr": 1e-4}))
+    assert [(cause.name, cause.confidence) for cause in usual[:1]] == [("token-mismatch", "high")]
+    for odd in (math.nan, math.inf):
+        assert diagnose(replace(few, mean_log_ratio=odd, log_ratio_spread=odd))
+
+
 @pytest.mark.parametrize(("now", "confidence"), [(0.12, "high"), (0.35, "medium"), (0.5, None), (-0.3, "high")])
 def test_rewards_that_fell_are_named_where_no_token_is_to_blame(now, confidence):
     evidence = replace(

@@ -37,20 +37,39 @@ def hardware(evidence: Evidence) -> Cause | None:
 
 def learning_rate(evidence: Evidence) -> Cause | None:
     now, usual = evidence.metrics.get("lr"), evidence.metrics_usual.get("lr")
-    if now is None or usual is None or not usual > 0 or not now >= RATE_MATERIAL * usual:
+    if now is None or usual is None or not moved_by_its_rate(evidence):
         return None
     spread = evidence.log_ratio_spread
-    if evidence.kind != "batch-wide" and not (
-        evidence.kind in ("token", "sequence") and spread is not None and spread >= SPREAD_LOG_RATIO
-    ):
-        return None  # one token out of line in a batch that is not: the rate did not do that
+    everywhere = evidence.kind == "batch-wide" or (spread is not None and spread >= SPREAD_LOG_RATIO)
+    if not everywhere and evidence.kind not in ("token", "sequence"):
+        return None
+    also = "" if everywhere else "; the ratio of the leading token may be no more than that"
     return Cause(
         name="learning-rate",
-        confidence="high",
-        summary=f"the learning rate is {now:.2g}, {now / usual:.3g} times the usual {usual:.2g}: updates overshoot; "
-        "set it back and go on from a checkpoint of before",
-        evidence={"lr": now, "lr_usual": usual, "log_ratio_spread": spread},
+        confidence="high" if everywhere else "medium",
+        summary=f"the learning rate is {now:.2g}, {now / usual:.3g} times the usual {usual:.2g}: updates overshoot"
+        f"{also}; set it back and go on from a checkpoint of before",
+        evidence={
+            "lr": now,
+            "lr_usual": usual,
+            "log_ratio_spread": spread,
+            "mean_log_ratio": evidence.mean_log_ratio,
+        },
     )
+
+
+def moved_by_its_rate(evidence: Evidence) -> bool:
+    """Whether the learning rate has jumped and the policy has left its copy, or left it unwatched.
+
+    Before it has, nothing at this step is the rate's doing: it acts from the next one on.
+    """
+    now, usual = evidence.metrics.get("lr"), evidence.metrics_usual.get("lr")
+    if now is None or usual is None or not usual > 0 or not now >= RATE_MATERIAL * usual:
+        return False
+    mean, spread = evidence.mean_log_ratio, evidence.log_ratio_spread
+    if mean is None and spread is None:
+        return True
+    return (mean or 0.0) > FRESH_TOLERANCE["rollout"] or (spread or 0.0) >= SPREAD_LOG_RATIO
 
 
 def other_temperature(evidence: Evidence) -> Cause | None:

@@ -114,9 +114,11 @@ def _token_mismatch(evidence: Evidence) -> Cause | None:
     size = abs(evidence.log_ratio)
     if not size >= LOG_RATIO_MISMATCH:
         return None
+    # Where the policy has run away from its copy, a token's ratio alone says nothing of the copy.
+    certain = size >= LOG_RATIO_CERTAIN and not common_causes.moved_by_its_rate(evidence)
     return Cause(
         name="token-mismatch",
-        confidence="high" if size >= LOG_RATIO_CERTAIN else "medium",
+        confidence="high" if certain else "medium",
         summary=f"type A.1: token-level train/inference mismatch (IS ratio {_exp(evidence.log_ratio):.2g})",
         evidence={
             "log_ratio": evidence.log_ratio,
