@@ -481,6 +481,19 @@ def test_what_was_lost_with_a_checkpoint_of_another_is_told(redis_url, story, ev
     bus.close()
 
 
+@pytest.mark.parametrize(("first_step", "gaps"), [(50, [(0, 0, 49)]), (0, [])])
+def test_an_attempt_of_which_nothing_was_ever_heard_is_told(redis_url, story, first_step, gaps):
+    """Redis, the trainer and all detectors may go within seconds: the next attempt knows that it is not the first."""
+    bus = RedisBus(redis_url)
+    steps = story.steps(first_step, first_step + 10, attempt=1)
+    publish(bus, story.run, started(story.run, attempt=1), *steps)
+    service = DetectorService(bus, settings=QUICK)
+    turns(service)
+    assert [(gap.attempt, gap.first_step, gap.last_step) for gap in read(bus, story.run)] == gaps
+    service.close()
+    bus.close()
+
+
 def test_a_run_that_is_over_keeps_its_keys_for_a_while_and_is_then_forgotten(redis_url, story, eventually, running):
     bus, steps = RedisBus(redis_url), streams.stream(story.run, "steps")
     first = running(bus, settings=replace(QUICK, rest_ttl_s=600.0))

@@ -161,6 +161,8 @@ def _restarted(state: DetectorState, attempt: int, policy: Policy) -> tuple[Dete
     )
     counts = ("num_repeated", "num_old_attempt", "num_rejected")
     changes: dict[str, object] = {name: getattr(book, name) for name in (*kept, *counts)}
+    if book.last_ts == 0.0 and book.lost_at is None:  # an attempt was there before, and nobody has told of it
+        changes["lost_at"] = Place(attempt=attempt - 1, step=-1)
     book = fresh.model_copy(update=changes | {"attempt": attempt})
     return DetectorState(book, rules.RunState(sensitivity=state.baselines.sensitivity)), gaps + ends
 

@@ -71,21 +71,27 @@ def arrived(book: Book, message: StepObserved, policy: Policy) -> tuple[Book, Ef
 
 
 def resumed(book: Book, message: StepObserved) -> tuple[Book, Effects]:
-    """`book` at the first step after Redis had lost the state. Where the stream does not reach back to what that knew,
-    steps between are gone, and perhaps what was told of those before, too."""
+    """`book` at the first step after Redis had lost the state, or an attempt of which nothing was ever heard. Where the
+    stream does not reach back to what was known, steps between are gone, and perhaps what was told of those before.
+    """
     lost_at = book.lost_at
     if lost_at is None:
         return book, ()
     book = book.model_copy(update={"lost_at": None})
     if message.attempt == lost_at.attempt and message.step <= lost_at.step + 1:
         return book, ()
+    last_step = max(lost_at.step, message.step - 1)
+    if last_step < 0:
+        return book, ()
     notice = StreamGapNoticed(
         run_id=book.run_id,
         attempt=lost_at.attempt,
         ts=message.ts,
         first_step=0,
-        last_step=max(lost_at.step, message.step - 1),
-        reason=f"Redis lost the streams; the last step known of them is {lost_at.step}",
+        last_step=last_step,
+        reason="never arrived: nothing was ever heard of this attempt"
+        if lost_at.step < 0
+        else f"Redis lost the streams; the last step known of them is {lost_at.step}",
     )
     return book, (Emit("incidents", notice),)
 

@@ -114,7 +114,7 @@ class Book(Part):
     distances: tuple[int, ...] = ()  # of the last neighbouring steps: subsampled logging is no gap
     num_steps: int = 0
     gaps: tuple[Gap, ...] = ()
-    lost_at: Place | None = None  # the last step that a state knew which Redis has lost, until the next step comes
+    lost_at: Place | None = None  # last step that a lost state knew (-1: none), until the next step comes
     num_repeated: int = 0
     num_old_attempt: int = 0
     num_rejected: int = 0
