@@ -1,7 +1,8 @@
 """Killing replicas and drivers of a localization at random: the same finding, and no probe lost that was saved.
 
     python benchmarks/preemption.py --json                     30 kills, drivers and replicas as forks of this process
-    python benchmarks/preemption.py --kills 4 --replicas ray   on a real Ray, whose start costs ten times as much
+    python benchmarks/preemption.py --json --replicas ray      the same on a real Ray
+    python benchmarks/preemption.py --json --resume FILE       a line for each kill goes to FILE; those in it are done
 
 First one, two and three replicas localize a step without any harm: their shares are compared. Then, kill by kill: a
 driver with three replicas starts on an empty store of probes; when so many probes are saved (a number drawn from the
@@ -21,11 +22,13 @@ import time
 from pathlib import Path
 from typing import Any
 
+from detection.provenance import commit
 from preempting.forked import Forked
 from preempting.step import write
 
 NUM_REPLICAS = 3
 TIMEOUT_S = 600.0
+TRIES_MAX = 5  # a localization may be over before its moment comes
 
 
 def saved(probes: Path) -> dict[str, tuple[int, int]]:
@@ -60,8 +63,21 @@ def killed(place: Any, probes: Path, draw: random.Random, num_probes: int) -> tu
     return {"killed": done, "num_saved": len(before), "num_lost": lost}, finding
 
 
-def measured(num_kills: int, seed: int, replicas: str) -> dict[str, Any]:
-    draw = random.Random(seed)
+def one_kill(
+    place: Any, folder: Path, seed: int, number: int, num_probes: int, same_as: dict[str, Any]
+) -> dict[str, Any]:
+    """The kill of this number: what it is depends on the seed and the number alone, so kills can be resumed."""
+    draw = random.Random(f"{seed}-{number}")
+    for again in range(TRIES_MAX):
+        told, finding = killed(place, folder / f"kill-{number}-{again}", draw, num_probes)
+        if told["killed"] in ("driver", "replica"):
+            return {"number": number, **told, "same_finding": finding == same_as}
+    raise AssertionError(f"kill {number}: {TRIES_MAX} localizations were over before their moment came")
+
+
+def measured(num_kills: int, seed: int, replicas: str, lines: Path | None) -> dict[str, Any]:
+    started = time.monotonic()
+    kills = _read(lines, replicas, seed)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         snapshot = (folder / "store/preempted/0/7").as_uri()
@@ -74,30 +90,46 @@ def measured(num_kills: int, seed: int, replicas: str) -> dict[str, Any]:
         try:
             alone = [place.driver(folder / f"alone-{n}", n).finding() for n in range(1, NUM_REPLICAS + 1)]
             num_probes = len(saved(folder / "alone-1"))
-            kills: list[dict[str, Any]] = []
-            num_same = tries = 0
-            while len(kills) < num_kills and tries < 3 * num_kills:
-                tries += 1
-                told, finding = killed(place, folder / f"kill-{tries}", draw, num_probes)
-                sys.stderr.write(json.dumps(told) + "\n")
-                if told["killed"] in ("driver", "replica"):
-                    kills.append(told)
-                    num_same += finding == alone[0]
+            for number in range(len(kills), num_kills):
+                told = one_kill(place, folder, seed, number, num_probes, alone[0])
+                kills.append(told)
+                _keep(lines, {"replicas": replicas, "seed": seed, "commit": commit(), **told})
+                sys.stderr.write(
+                    f"{number + 1}/{num_kills} killed a {told['killed']} at {told['num_saved']} probes: "
+                    f"{told['num_lost']} lost, {'the same' if told['same_finding'] else 'ANOTHER'} finding; "
+                    f"{time.monotonic() - started:.0f} s\n"
+                )
         finally:
             place.close()
     pairs = [(shares_of(alone[0]), shares_of(other)) for other in alone[1:]]
     return {
         "replicas": replicas,
         "seed": seed,
+        "commit": commit(),
+        "seconds": round(time.monotonic() - started, 1),
         "verdict": alone[0]["verdict"],
         "num_probes": num_probes,
         "share_difference_max": max(abs(a - b) for mine, theirs in pairs for a, b in zip(mine, theirs, strict=True)),
         "num_kills": len(kills),
         "num_kills_of_drivers": sum(told["killed"] == "driver" for told in kills),
-        "num_same_findings": num_same,
+        "num_same_findings": sum(told["same_finding"] for told in kills),
         "num_probes_saved_at_kills": sum(told["num_saved"] for told in kills),
         "num_probes_lost": sum(told["num_lost"] for told in kills),
     }
+
+
+def _read(lines: Path | None, replicas: str, seed: int) -> list[dict[str, Any]]:
+    """Kills of this kind, seed and code that were done before, from the first one on."""
+    if lines is None or not lines.exists():
+        return []
+    found = [json.loads(line) for line in lines.read_text().splitlines()]
+    return [one for one in found if (one["replicas"], one["seed"], one["commit"]) == (replicas, seed, commit())]
+
+
+def _keep(lines: Path | None, told: dict[str, Any]) -> None:
+    if lines is not None:
+        with lines.open("a") as file:
+            file.write(json.dumps(told) + "\n")
 
 
 def main() -> None:
@@ -105,9 +137,10 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=30)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--replicas", choices=["forked", "ray"], default="forked")
+    parser.add_argument("--resume", type=Path, metavar="FILE")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
-    told = measured(arguments.kills, arguments.seed, arguments.replicas)
+    told = measured(arguments.kills, arguments.seed, arguments.replicas, arguments.resume)
     text = json.dumps(told) if arguments.json else "\n".join(f"{key}: {value}" for key, value in told.items())
     sys.stdout.write(text + "\n")
 
