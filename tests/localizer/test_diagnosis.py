@@ -167,6 +167,23 @@ def test_a_ratio_is_nobodys_for_certain_once_the_policy_has_run_away():
         assert diagnose(replace(few, mean_log_ratio=odd, log_ratio_spread=odd))
 
 
+@pytest.mark.parametrize("share", [0.5, 0.83, 7.0])
+def test_a_gradient_that_is_mostly_no_tokens_is_rest_dominated(share):
+    evidence = replace(CALM, kind="accounting", num_culprits=0, rest_share=share)
+    cause = diagnose(evidence)[0]
+    assert (cause.name, cause.confidence, cause.evidence) == ("rest-dominated", "high", {"rest_share": share})
+    assert verdict_of("accounting", cause) == "accounting"
+    # It does not hide what else is known, and where the tokens explain the step the rest is a side matter.
+    assert names(replace(evidence, coefficient_over_advantage=1.0)) == ["rest-dominated", "unnormalised-loss"]
+    for kind in ("token", "sequence", "batch-wide", "not-reproduced", "inconclusive"):
+        assert "rest-dominated" not in names(replace(evidence, kind=kind))
+
+
+@pytest.mark.parametrize("share", [None, 0.49, 0.0, -3.0, math.nan, -math.inf])
+def test_a_small_or_unknown_rest_is_not(share):
+    assert names(replace(CALM, kind="accounting", num_culprits=0, rest_share=share)) == ["accounting"]
+
+
 @pytest.mark.parametrize(("now", "confidence"), [(0.12, "high"), (0.35, "medium"), (0.5, None), (-0.3, "high")])
 def test_rewards_that_fell_are_named_where_no_token_is_to_blame(now, confidence):
     evidence = replace(

@@ -23,6 +23,7 @@ LogpOf = Callable[[nn.Module, torch.Tensor], torch.Tensor]
 SCRIPT = Path(__file__).with_name("inline_ranks.py")
 SPIKE = 12
 REST = 20.0
+AUXILIARY = 100.0
 
 
 def weights(kind: str, shape: torch.Size, generator: torch.Generator) -> torch.Tensor:
@@ -75,8 +76,8 @@ def train(
                 weight_BR = weights(kind if struck else "healthy", logp_BR.shape, generator)
                 probe.tokens(logp_BR, ids_BT, torch.ones_like(logp_BR), rollout_logp=logp_BR.detach())
                 scaler.scale(-(weight_BR * logp_BR).mean()).backward()
-            if kind == "rest" and step == SPIKE:
-                (REST * model.lm_head.weight.square().sum()).backward()
+            if kind in ("rest", "auxiliary") and step == SPIKE:
+                ((REST if kind == "rest" else AUXILIARY) * model.lm_head.weight.square().sum()).backward()
             if kind == "scale" and step == SPIKE:
                 for parameter in model.parameters():
                     parameter.grad *= 4  # as an optimizer's wrapper might
@@ -144,6 +145,26 @@ def test_what_belongs_to_no_token_is_measured_as_the_rest(tiny_model: nn.Module,
     weight = _weight_at_the_spike(tiny_model, logp)
     share = float((2 * REST * weight.double() * seen["grad.lm_head.weight"].double()).sum()) / square
     assert finding.rest_share == pytest.approx(share, abs=5e-3)
+
+
+def test_a_spike_of_an_auxiliary_loss_is_rest_dominated_and_no_tokens_fault(
+    tiny_model: nn.Module, logp: LogpOf
+) -> None:
+    probe, seen, _ = train(tiny_model, logp, "auxiliary", localize="inline")
+    square = sum(float(value.double().square().sum()) for name, value in seen.items() if name.startswith("grad."))
+    weight = _weight_at_the_spike(tiny_model, logp)
+    share = float((2 * AUXILIARY * weight.double() * seen["grad.lm_head.weight"].double()).sum()) / square
+    finding = probe.finding
+    (cause, *_) = finding.causes
+    assert share > 0.9
+    assert (finding.verdict, cause.name, cause.confidence) == ("accounting", "rest-dominated", "high")
+    assert cause.evidence["rest_share"] == pytest.approx(share, abs=5e-3)
+
+
+@pytest.mark.parametrize("kind", ["token", "rest", "batch"])
+def test_where_tokens_explain_the_spike_no_rest_is_blamed(tiny_model: nn.Module, logp: LogpOf, kind: str) -> None:
+    probe, _, _ = train(tiny_model, logp, kind, localize="inline")
+    assert "rest-dominated" not in [cause.name for cause in probe.finding.causes]
 
 
 def _weight_at_the_spike(model: nn.Module, logp: LogpOf) -> torch.Tensor:
