@@ -6,11 +6,12 @@ last R of T).
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
+from gradloc.model_inputs import BYTES_MAX, ModelInputs, model_inputs
 from gradloc.snapshot import MicroBatch
 
 # What one rank tells the others of its tokens: see `summarize`.
@@ -42,6 +43,7 @@ class _Captured:
     uids: tuple[str, ...]
     temperature: float
     packed: bool
+    inputs: ModelInputs | None
     coefficient_BR: torch.Tensor | None = None
     entropy_BR: torch.Tensor | None = None
     entropy_coefficient_BR: torch.Tensor | None = None
@@ -58,10 +60,13 @@ class _Captured:
 
 
 class Capture:
-    """Micro-batches of the step in progress."""
+    """Micro-batches of the step in progress. inputs_bytes_max: of pictures and the like that are kept of a step.
+    placeholders: ids that stand for them."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, inputs_bytes_max: int = BYTES_MAX, placeholders: Mapping[str, int] | None = None) -> None:
         self._captured: list[_Captured] = []
+        self._inputs_bytes_max = inputs_bytes_max
+        self._placeholders = dict(placeholders or {})
 
     def tokens(
         self,
@@ -80,8 +85,14 @@ class Capture:
         entropy: torch.Tensor | None = None,
         ref_logp: torch.Tensor | None = None,
         packed: bool = False,
+        tensors: Mapping[str, torch.Tensor] | None = None,
+        entries: Mapping[str, Sequence[int]] | None = None,
+        unseen: Sequence[str] = (),
     ) -> None:
-        """Register one micro-batch. Raises ValueError when shapes do not fit together."""
+        """Register one micro-batch. Raises ValueError when shapes do not fit together.
+
+        tensors, entries: `model_inputs` of `Probe.tokens`. unseen: what else the model was called with, by name.
+        """
         if not logp_BR.requires_grad:  # an evaluation pass: there will be no backward
             return
         _check("ids", ids_BT, (logp_BR.shape[0], None))
@@ -97,6 +108,9 @@ class Capture:
             raise ValueError(f"uid has {len(uid)} entries for {logp_BR.shape[0]} rows; expected one a row")
         if not (temperature > 0 and math.isfinite(temperature)):
             raise ValueError(f"temperature is {temperature}; expected the positive sampling temperature")
+        tensors = dict(tensors or {})
+        if position_ids is not None and position_ids.dim() == 3:  # rotary positions of pictures: [axes, B, T]
+            tensors["position_ids"], position_ids = position_ids, None
         captured = _Captured(
             ids_BT=ids_BT.detach(),
             mask_BR=mask_BR.detach().bool(),
@@ -111,12 +125,36 @@ class Capture:
             uids=tuple(str(one) for one in uid) if uid is not None else (),
             temperature=float(temperature),
             packed=packed,
+            inputs=self._inputs(tensors, entries, [name for name in unseen if name not in tensors]),
         )
         logp_BR.register_hook(captured.saw)  # type: ignore[no-untyped-call]
         if entropy is not None and entropy.requires_grad:
             captured.entropy_BR = _optional("entropy", entropy, tuple(logp_BR.shape))
             entropy.register_hook(captured.saw_entropy)  # type: ignore[no-untyped-call]
         self._captured.append(captured)
+
+    def _inputs(
+        self, tensors: Mapping[str, torch.Tensor], entries: Mapping[str, Sequence[int]] | None, unseen: Sequence[str]
+    ) -> ModelInputs | None:
+        inputs = model_inputs(tensors, entries, self._placeholders)
+        if unseen:
+            return inputs.without_tensors(
+                f"the model was called with {unseen[0]}, which probe.tokens() was not given; hand it over in "
+                "model_inputs={...}"
+            )
+        if not tensors:
+            return None
+        before = sum(one.inputs.num_bytes for one in self._captured if one.inputs is not None)
+        if before + inputs.num_bytes > self._inputs_bytes_max:
+            return inputs.without_tensors(
+                f"{before + inputs.num_bytes:,} bytes of {', '.join(sorted(tensors))} in this step, more than the "
+                f"{self._inputs_bytes_max:,} that are kept; raise watch(model_inputs_bytes_max=)"
+            )
+        return inputs
+
+    @property
+    def newest(self) -> "_Captured | None":
+        return self._captured[-1] if self._captured else None
 
     def take(self) -> tuple[MicroBatch, ...]:
         """The step's micro-batches; the capture is empty afterwards. A logp that no loss used has c = 0."""
@@ -139,6 +177,7 @@ class Capture:
                 uids=one.uids,
                 temperature=one.temperature,
                 packed=one.packed,
+                inputs=one.inputs,
             )
             for one in taken
         )

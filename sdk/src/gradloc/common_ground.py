@@ -34,10 +34,11 @@ class Ground:
 def _prompt(placed: PlacedBatch, row: int) -> Hashable:
     batch = placed.batch
     ids = batch.ids_BT[row, : batch.first_position].tolist()
+    pictures = () if batch.inputs is None else batch.inputs.print_of(row)
     if batch.attention_mask_BT is None:
-        return tuple(ids)
+        return tuple(ids), pictures
     attended = batch.attention_mask_BT[row, : batch.first_position].tolist()
-    return tuple(token_id for token_id, used in zip(ids, attended, strict=True) if used)
+    return tuple(token_id for token_id, used in zip(ids, attended, strict=True) if used), pictures
 
 
 def _source(placed: PlacedBatch, row: int) -> Hashable:

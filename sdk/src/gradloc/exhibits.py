@@ -190,7 +190,7 @@ def _profile(scene: Scene, leading: Place, places: Sequence[Place]) -> GradientP
     source = scene.batches[leading.batch].batch
     end = max(place.column for place in places) + 1
     row = cut(source, torch.tensor([leading.row]), source.first_position + end)
-    coefficient_R = torch.zeros(end, dtype=torch.float64)
+    coefficient_R = torch.zeros(row.logp_BR.shape[1], dtype=torch.float64)
     for place in places:
         coefficient_R[place.column] = scene.coefficients[leading.batch][leading.row, place.column]
     return profile_row(scene.policy, row, coefficient_R, scene.gradient)

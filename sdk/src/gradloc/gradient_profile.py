@@ -8,14 +8,14 @@ Knows no limit and no verdict. Shapes: L layer keys, K blocks, T positions.
 
 import contextlib
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from gradloc.layers import KINDS, block_index, layer_key
+from gradloc.layers import KINDS, VISION, block_index, is_vision, layer_key
 from gradloc.policy import Policy
 from gradloc.replay import Gradient
 from gradloc.snapshot import MicroBatch
@@ -45,7 +45,9 @@ def profile_row(policy: Policy, row: MicroBatch, coefficient_R: Tensor, gradient
 
     with _recording(policy.model, gradient, add), residual_sizes(policy.model) as sizes:
         logp_BR = policy.log_probs(row)
-        policy.backward(logp_BR, coefficient_R.unsqueeze(0), num_tokens=num_positions)
+        own = policy.backward(logp_BR, coefficient_R.unsqueeze(0), num_tokens=num_positions)
+    for key, share_T in _of_pictures(policy, row, own, gradient).items():
+        add(key, share_T)
     keys = sorted(shares, key=_order)
     empty = torch.zeros(0, num_positions, dtype=torch.float64)
     return GradientProfile(
@@ -55,10 +57,29 @@ def profile_row(policy: Policy, row: MicroBatch, coefficient_R: Tensor, gradient
     )
 
 
+def _of_pictures(
+    policy: Policy, row: MicroBatch, own: Sequence[Tensor | None], gradient: Gradient
+) -> dict[str, Tensor]:
+    """The share of what makes vectors of pictures, spread evenly over the positions that stand for them: inside, its
+    positions are patches."""
+    found: dict[str, Tensor] = {}
+    if row.inputs is None:
+        return found
+    stand_T = row.inputs.stand_in(row.ids_BT)[0].double()
+    if not stand_T.sum():
+        return found
+    for name, part in zip(policy.parameters, own, strict=True):
+        if part is not None and is_vision(name):
+            share = float((gradient.tensors[name].double() * part.double()).sum()) / gradient.norm**2
+            key = layer_key(name)
+            found[key] = found.get(key, 0.0) + share * stand_T / stand_T.sum()
+    return found
+
+
 @contextlib.contextmanager
 def residual_sizes(model: nn.Module) -> Iterator[list[Tensor]]:
     """Collects, for each forward pass inside, the rms of the residual stream after each block, [K, B, T]."""
-    blocks = [module for name, module in model.named_modules() if _BLOCK_NAME.search(name)]
+    blocks = [module for name, module in model.named_modules() if _BLOCK_NAME.search(name) and not is_vision(name)]
     collected: list[Tensor] = []
     if not blocks:
         yield collected
@@ -101,6 +122,8 @@ def _recording(model: nn.Module, gradient: Gradient, add: Callable[[str, Tensor]
 
     for name, module in model.named_modules():
         parameter = getattr(module, "weight", None)
+        if is_vision(name):
+            continue
         if isinstance(parameter, nn.Parameter) and names.get(id(parameter)) in gradient.tensors:
             weight = gradient.tensors[names[id(parameter)]]
             own_bias = getattr(module, "bias", None)
@@ -150,7 +173,10 @@ def _bilinear(delta_TO: Tensor, weight_OI: Tensor, entered_TI: Tensor) -> Tensor
 
 
 def _order(key: str) -> tuple[int, int, str]:
-    """Embedding first, then blocks in order, then what comes after them."""
+    """Pictures first, the embedding, then blocks in order, then what comes after them."""
+    if key.startswith(VISION):
+        place, of_kind, own = _order(key.removeprefix(VISION))
+        return (place - (1 << 31), of_kind, own)
     index = block_index(key)
     kind = key.rsplit(".", maxsplit=1)[-1]
     if index is not None:

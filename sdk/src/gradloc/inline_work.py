@@ -15,6 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from gradloc.layers import layer_key
+from gradloc.model_inputs import ModelInputs
 from gradloc.model_record import sharded_dtype
 from gradloc.perturbation import Perturbation
 from gradloc.policy import ActivePart, Meter, PlacedBatch, Policy, active_part, cut, place
@@ -201,10 +202,12 @@ def _dummy(placed: Sequence[PlacedBatch], passes: Sequence[tuple[int, ActivePart
 
 
 def _on_host(micro_batches: tuple[MicroBatch, ...]) -> tuple[MicroBatch, ...]:
-    def moved(value: Any) -> Any:
+    def moved(one: MicroBatch, value: Any) -> Any:
+        if isinstance(value, ModelInputs):
+            return value.moved("cpu").attributed(one.ids_BT.cpu())
         return value.detach().cpu() if isinstance(value, Tensor) else value
 
-    return tuple(MicroBatch(**{name: moved(value) for name, value in vars(one).items()}) for one in micro_batches)
+    return tuple(MicroBatch(**{name: moved(one, value) for name, value in vars(one).items()}) for one in micro_batches)
 
 
 def _local(tensor: Tensor | None) -> Tensor:

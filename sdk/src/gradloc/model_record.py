@@ -1,7 +1,7 @@
 """What a snapshot must say of a model so that it can be rebuilt elsewhere, without any code of it."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,17 +40,24 @@ class ModelRecord:
 
 
 class AutocastSeen:
-    """A forward pre-hook that notes what training passes compute in: the loss may be made outside the region.
+    """A forward pre-hook that notes what training passes compute in (the loss may be made outside the region), and
+    which pictures they were given.
 
     Knows no probe, so that a model that is pickled or copied takes along nothing of ours but this.
     """
 
     def __init__(self, device_type: str) -> None:
         self.dtype: torch.dtype | None = None
+        self.pictures: tuple[str, ...] = ()  # names, of the last such pass
         self._device_type = device_type
 
-    def __call__(self, module: torch.nn.Module, args: object) -> None:
-        if torch.is_grad_enabled() and torch.is_autocast_enabled(self._device_type):
+    def __call__(self, module: torch.nn.Module, args: object, kwargs: Mapping[str, object]) -> None:
+        if not torch.is_grad_enabled():
+            return
+        self.pictures = tuple(
+            name for name, value in kwargs.items() if "pixel_values" in name and isinstance(value, torch.Tensor)
+        )
+        if torch.is_autocast_enabled(self._device_type):
             self.dtype = torch.get_autocast_dtype(self._device_type)
 
 

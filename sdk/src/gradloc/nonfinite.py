@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from gradloc.bisection import bisect
+from gradloc.layers import is_vision
 from gradloc.policy import PlacedBatch, Policy, cut
 from gradloc.verification import Place
 
@@ -84,7 +85,8 @@ def _watching(model: nn.Module, events: list[tuple[str, int | None]]) -> Iterato
     def note(name: str, tensor: Tensor) -> None:
         bad = ~torch.isfinite(tensor)
         if bool(bad.any()):
-            position = int(bad[0].flatten(1).any(dim=1).nonzero()[0]) if bad.dim() >= 2 else None
+            has_positions = bad.dim() >= 2 and not is_vision(name)
+            position = int(bad[0].flatten(1).any(dim=1).nonzero()[0]) if has_positions else None
             events.append((name, position))
 
     def hook_for(name: str) -> Any:

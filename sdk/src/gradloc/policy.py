@@ -76,6 +76,8 @@ def place(parts: Sequence[tuple[Sequence[MicroBatch], float]]) -> tuple[PlacedBa
                     f"rank {rank}, micro-batch {index}: {batch.logp_BR.shape[1]} log-probabilities for "
                     f"{batch.ids_BT.shape[1]} positions; expected at most one less, for nothing predicts the first"
                 )
+            if batch.inputs is not None and batch.inputs.unusable is not None:
+                raise ValueError(f"rank {rank}, micro-batch {index}: {batch.inputs.unusable}")
             placed.append(PlacedBatch(rank, index, batch, grad_factor))
     return tuple(placed)
 
@@ -160,6 +162,18 @@ class Policy:
         dtype = next(iter(self.parameters.values())).dtype
         return dtype if self.autocast_dtype is None else self.autocast_dtype
 
+    def check_inputs(self, batches: Sequence[PlacedBatch]) -> None:
+        """Raises ValueError for pictures and the like that this model's call has no name for."""
+        accepted = inspect.signature(self.model.forward).parameters
+        if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in accepted.values()):
+            return
+        for placed in batches:
+            for name in () if placed.batch.inputs is None else placed.batch.inputs.tensors:
+                if name not in accepted:
+                    raise ValueError(
+                        f"{type(self.model).__name__} takes no {name}, which the trainer's model was given"
+                    )
+
     def log_probs(
         self, batch: MicroBatch, *, to_the_end: bool = True, instead: Mapping[str, Tensor] | None = None
     ) -> Tensor:
@@ -172,6 +186,8 @@ class Policy:
         """
         num_positions = batch.logp_BR.shape[1]
         ids_BT = batch.ids_BT.to(self.device)
+        # A picture at the very end: it needs all of its placeholders.
+        to_the_end |= batch.inputs is not None and bool(batch.inputs.stand_in(batch.ids_BT[:, -1:]).any())
         end = None if to_the_end else -1
         fed_BT = ids_BT[:, :end]
         inputs: dict[str, Any] = {}
@@ -179,6 +195,8 @@ class Policy:
             inputs["attention_mask"] = batch.attention_mask_BT[:, :end].to(self.device).long()
         if batch.position_ids_BT is not None and "position_ids" in self._takes:
             inputs["position_ids"] = batch.position_ids_BT[:, :end].to(self.device)
+        if batch.inputs is not None:
+            inputs |= batch.inputs.fed(fed_BT.shape[1], self.device)
         if "use_cache" in self._takes:
             inputs["use_cache"] = False
         if "logits_to_keep" in self._takes:
@@ -221,7 +239,7 @@ class Policy:
         """Whether a replay runs the part's micro-batch as the trainer did, its rows as one: a whole one, where that
         rounds otherwise than row by row."""
         batch = part.source
-        told = batch.packed and batch.attention_mask_BT is not None
+        told = batch.packed and batch.attention_mask_BT is not None and batch.inputs is None
         return told and part.is_whole and self.grid in NARROW and self._can_pack
 
     def packed_log_probs(self, batch: MicroBatch) -> Tensor:
@@ -287,14 +305,19 @@ class Policy:
 def cut(batch: MicroBatch, rows: Tensor, end: int) -> MicroBatch:
     """The given rows, and only their positions before `end` (exclusive, counted over the whole row).
 
-    Causal models give the same log-probabilities for what is left.
+    Causal models give the same log-probabilities for what is left. Pictures keep all of their placeholders: more
+    positions are left then.
     """
+    if batch.inputs is not None:
+        end = batch.inputs.end_needed(batch.ids_BT[rows], end)
     num_kept = end - batch.first_position
     changed: dict[str, Any] = {}
     for one in fields(MicroBatch):
         value = getattr(batch, one.name)
         if isinstance(value, Tensor):
             changed[one.name] = value[rows][:, : end if one.name.endswith("_BT") else num_kept]
+    if batch.inputs is not None:
+        changed["inputs"] = batch.inputs.cut(rows, end)
     if batch.uids:
         changed["uids"] = tuple(batch.uids[row] for row in rows.tolist() if row < len(batch.uids))
     return replace(batch, **changed)
@@ -328,4 +351,5 @@ def active_part(batch: MicroBatch, coefficient_BR: Tensor) -> ActivePart | None:
     rows = touched_BR.any(dim=1).nonzero().squeeze(-1)
     num_columns = int(touched_BR.any(dim=0).nonzero().max()) + 1
     part = cut(batch, rows, batch.first_position + num_columns)
+    num_columns = part.logp_BR.shape[1]
     return ActivePart(batch, part, rows, num_columns, num_columns == coefficient_BR.shape[1])

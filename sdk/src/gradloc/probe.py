@@ -19,7 +19,7 @@ import statistics
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, cast
 
@@ -34,6 +34,7 @@ from gradloc.head import Head
 from gradloc.healthy_reference import FIRST_AFTER_STEPS, ReferencePlan
 from gradloc.inline import InlineLocalizer
 from gradloc.inline_work import SpikedStep
+from gradloc.model_inputs import BYTES_MAX, placeholders_of
 from gradloc.model_record import AutocastSeen, ModelRecord, texts_of, tokenizer_json_of, unwrapped
 from gradloc.norms import LayerNorms
 from gradloc.publisher import Publisher
@@ -134,6 +135,7 @@ class Probe:
         reference_after: int | None = None,
         weights_bytes_max: int | None = None,
         checkpoint: Callable[[], str | None] | str | None = None,
+        model_inputs_bytes_max: int = BYTES_MAX,
     ) -> None:
         distributed = dist.is_available() and dist.is_initialized()
         self.rank = dist.get_rank() if distributed else 0
@@ -145,7 +147,7 @@ class Probe:
         self.last_step: SpikedStep | None = None
         self.autocast_dtype: torch.dtype | None = None
         self._autocast_seen = AutocastSeen(next((p.device.type for p in model.parameters()), "cpu"))
-        model.register_forward_pre_hook(self._autocast_seen)
+        model.register_forward_pre_hook(self._autocast_seen, with_kwargs=True)
         self.head: Head = "plain"
         self._module = unwrapped(model)
         self._optimizer = optimizer
@@ -157,7 +159,10 @@ class Probe:
         self._grad_factor = self._rank_factor  # of the step in progress, the loss scale taken out
         self._norms = LayerNorms(self._module.named_parameters(), self.world_size)
         self._sharded = is_sharded(self._module)
-        self._capture = Capture()
+        self._inputs_bytes_max = model_inputs_bytes_max
+        self._capture = Capture(
+            inputs_bytes_max=model_inputs_bytes_max, placeholders=placeholders_of(self._record.config)
+        )
         self._remedies = AppliedRemedies(remedies, model, self._module)
         self.findings: deque[Finding] = deque(maxlen=FINDINGS_LENGTH)
         self._inline = None if localize is None else self._inline_localizer(model, texts)
@@ -174,6 +179,7 @@ class Probe:
         self._last_step_at = time.monotonic()
         self._observed = False
         self._closed = False
+        self._inputs_checked = False
         self._publisher = Publisher(bus, run) if bus is not None and self.rank == 0 else None
         self._writer = (
             SnapshotWriter(store, run, attempt, self.rank, self._publish, snapshots_max=SNAPSHOTS_MAX)
@@ -224,6 +230,8 @@ class Probe:
         entropy: torch.Tensor | None = None,
         ref_logp: torch.Tensor | None = None,
         packed: bool = False,
+        model_inputs: Mapping[str, torch.Tensor] | None = None,
+        entries: Mapping[str, Sequence[int]] | None = None,
     ) -> None:
         """Register one micro-batch, before its backward.
 
@@ -234,7 +242,10 @@ class Probe:
         attention_mask and position_ids [B, T] as the model got them; temperature: what logits were divided by;
         entropy [B, R]: of the whole vocabulary, as the loss uses it, where it has an entropy term; ref_logp [B, R]:
         of the reference policy, where it has a KL term; packed: the model ran the rows as one, one after the other,
-        each without what attention_mask leaves out (a replay in bf16 or fp16 does the same, to round alike).
+        each without what attention_mask leaves out (a replay in bf16 or fp16 does the same, to round alike);
+        model_inputs: what else the model was called with, by name, such as pixel_values and image_grid_thw
+        (position_ids may be [axes, B, T], too); entries: for any of them how many of its entries each row has, where
+        gradloc cannot tell (docs/trainers.md, "Pictures").
         """
         if torch.is_autocast_enabled(logp.device.type):
             self.autocast_dtype = torch.get_autocast_dtype(logp.device.type)
@@ -259,7 +270,11 @@ class Probe:
                 entropy=entropy,
                 ref_logp=ref_logp,
                 packed=packed,
+                tensors=model_inputs,
+                entries=entries,
+                unseen=self._autocast_seen.pictures,
             )
+            self._check_inputs_once()
 
     @_harmless(_GO)
     def observe(self, /, *, step: int | None = None, **metrics: float) -> Decision:
@@ -377,6 +392,7 @@ class Probe:
         self.last_step = SpikedStep(self.step, view.norm, view.layer_norms, view.limits, hit)
         self._wish = view.wish
         self._ring.append(_KeptStep(self.step, view, micro_batches))
+        self._thin_ring()
         self._metrics_before.append(view.metrics)
         self.step += 1
         self._observed = True
@@ -519,11 +535,37 @@ class Probe:
             return self._ring[-1]
         return next((one for one in self._ring if one.step == step), None)
 
+    def _thin_ring(self) -> None:
+        """Pictures of the newest steps alone are kept, within what a step may keep."""
+        left = self._inputs_bytes_max
+        for index in reversed(range(len(self._ring))):
+            kept = self._ring[index]
+            left -= sum(one.inputs.num_bytes for one in kept.micro_batches if one.inputs is not None)
+            if left < 0:
+                reason = "its pictures were no longer kept when it was asked for; raise watch(model_inputs_bytes_max=)"
+                thinned = tuple(
+                    one if one.inputs is None or not one.inputs.tensors
+                    else replace(one, inputs=one.inputs.without_tensors(reason))
+                    for one in kept.micro_batches
+                )  # fmt: skip
+                self._ring[index] = replace(kept, micro_batches=thinned)
+
     def _keep_late(self, step: int) -> None:
         assert self._wish is not None
         kept = next(one for one in self._ring if one.step == step)
         asked = None if self._wish[0] == step else self._wish[0]
         self._take_snapshot(step, kept.view, kept.micro_batches, "after-update", asked)
+
+    def _check_inputs_once(self) -> None:
+        """Whether pictures can be told apart, said at the first of them: a spike would be too late. It waits for the
+        device, so once."""
+        newest = self._capture.newest
+        if self._inputs_checked or newest is None or newest.inputs is None:
+            return
+        self._inputs_checked = True
+        if newest.inputs.unusable is not None:
+            raise ValueError(newest.inputs.unusable)
+        newest.inputs.attributed(newest.ids_BT)
 
     # --- fallbacks ------------------------------------------------------------------------------
 
@@ -574,6 +616,7 @@ def watch(
     reference_after: int | None = FIRST_AFTER_STEPS,
     weights_bytes_max: int | None = WEIGHTS_BYTES_MAX,
     checkpoint: Callable[[], str | None] | str | None = None,
+    model_inputs_bytes_max: int = BYTES_MAX,
 ) -> Probe:
     """Watch a training process; call it on every rank, after torch.distributed is initialised.
 
@@ -591,7 +634,8 @@ def watch(
     is kept after so many healthy ones, and again whenever their number has doubled: what its replay
     deviates by is what a spike's replay may; None: never. weights_bytes_max: of a larger model snapshots hold no
     weights (None: always); checkpoint: then, where they lie or lay last, a folder in the Hugging Face layout as a URL,
-    or a function that says so at the time (docs/protocol.md, "Snapshots").
+    or a function that says so at the time (docs/protocol.md, "Snapshots"). model_inputs_bytes_max: of pictures and the
+    like, what is kept of a rank's step, and as much again of the steps before it.
 
     Raises ValueError for arguments that cannot be meant (before training starts); never afterwards.
     """
@@ -609,6 +653,8 @@ def watch(
         raise ValueError(f"scaler is a {type(scaler).__name__}; expected a torch.amp.GradScaler")
     if weights_bytes_max is not None and not weights_bytes_max >= 0:
         raise ValueError(f"weights_bytes_max is {weights_bytes_max}; expected a number of bytes, or None")
+    if not model_inputs_bytes_max >= 0:
+        raise ValueError(f"model_inputs_bytes_max is {model_inputs_bytes_max}; expected a number of bytes, 0 or more")
     if reference_after is not None and not reference_after >= 1:
         raise ValueError(f"reference_after is {reference_after}; expected a number of steps, 1 or more, or None")
     return Probe(
@@ -631,6 +677,7 @@ def watch(
         reference_after=reference_after,
         weights_bytes_max=weights_bytes_max,
         checkpoint=checkpoint,
+        model_inputs_bytes_max=model_inputs_bytes_max,
     )
 
 

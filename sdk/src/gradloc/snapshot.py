@@ -1,7 +1,7 @@
 """Snapshots: all that is needed to recompute a step elsewhere, as files with digests.
 
     {store}/{run_id}/{attempt}/{step}/
-        batch/rank-0.safetensors      tensors of the rank's micro-batches (names in MicroBatch)
+        batch/rank-0.safetensors      tensors of the rank's micro-batches (names in MicroBatch; model_inputs)
         weights/model.safetensors     weights before the update
         tokenizer.json                if the trainer gave one
         parts/rank-0.json             what the rank wrote: sizes and sha256 (RankPart)
@@ -23,6 +23,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from safetensors import SafetensorError
 from safetensors.torch import load as load_tensors
 
+from gradloc.model_inputs import Belonging, Layout, ModelInputs, check, check_name
 from gradloc.store import Store, StoredFile, StoreUnavailable, digest
 from gradloc.tensor_file import pieces
 from gradloc_proto.plain_text import visible
@@ -64,6 +65,7 @@ class MicroBatch:
     uids: tuple[str, ...] = ()
     temperature: float = 1.0
     packed: bool = False  # the trainer ran what attention_mask_BT shows as one long row
+    inputs: ModelInputs | None = None  # what else the model was called with, such as pictures
 
     @property
     def first_position(self) -> int:
@@ -75,7 +77,7 @@ class MicroBatch:
         return int(self.mask_BR.sum())
 
 
-_NO_TENSORS = ("uids", "temperature", "packed")
+_NO_TENSORS = ("uids", "temperature", "packed", "inputs")
 TENSOR_FIELDS = tuple(field.name for field in fields(MicroBatch) if field.name not in _NO_TENSORS)
 
 
@@ -88,10 +90,26 @@ class FileRecord(_Document):
     sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
 
 
+class InputRecord(_Document):
+    """One further input of the model: how its entries belong to sequences (`model_inputs.Belonging`)."""
+
+    layout: Layout
+    counts: tuple[int, ...] = ()
+    shape: tuple[int, ...]
+    dtype: str
+
+
+class InputsRecord(_Document):
+    placeholders: dict[str, int] = {}  # ids that stand for pictures, by modality
+    unusable: str | None = None  # why they are not here
+    inputs: dict[str, InputRecord] = {}
+
+
 class MicroBatchRecord(_Document):
     uids: tuple[str, ...] = ()
     temperature: float = 1.0
     packed: bool = False
+    inputs: InputsRecord | None = None
 
 
 class RankPart(_Document):
@@ -147,22 +165,54 @@ class Manifest(_Document):
 def write_part(store: Store, rank: int, micro_batches: tuple[MicroBatch, ...], grad_factor: float) -> RankPart:
     """Write one rank's batch, then its part manifest."""
     tensors: dict[str, torch.Tensor] = {}
+    records = []
     for index, micro_batch in enumerate(micro_batches):
         for name in TENSOR_FIELDS:
             tensor = getattr(micro_batch, name)
             if tensor is not None:
                 tensors[f"{index}.{name}"] = tensor.detach().to("cpu")
+        inputs = None if micro_batch.inputs is None else _attributed(micro_batch.inputs, micro_batch.ids_BT)
+        for name, tensor in ({} if inputs is None else inputs.tensors).items():
+            tensors[f"{index}.inputs.{name}"] = tensor.detach().to("cpu")
+        record = None if inputs is None else _record_of(inputs)
+        records.append(
+            MicroBatchRecord(
+                uids=micro_batch.uids, temperature=micro_batch.temperature, packed=micro_batch.packed, inputs=record
+            )
+        )
     name = f"batch/rank-{rank}.safetensors"
     part = RankPart(
         rank=rank,
         grad_factor=grad_factor,
-        micro_batches=tuple(
-            MicroBatchRecord(uids=m.uids, temperature=m.temperature, packed=m.packed) for m in micro_batches
-        ),
+        micro_batches=tuple(records),
         files={name: _record(store.write_pieces(name, pieces(tensors)))},
     )
     store.write(f"parts/rank-{rank}.json", part.model_dump_json().encode())
     return part
+
+
+def _attributed(inputs: ModelInputs, ids_BT: torch.Tensor) -> ModelInputs:
+    """Without tensors where it cannot be told whose they are: they would be of no use."""
+    try:
+        return inputs.attributed(ids_BT)
+    except ValueError as error:
+        return inputs.without_tensors(str(error))
+
+
+def _record_of(inputs: ModelInputs) -> InputsRecord:
+    return InputsRecord(
+        placeholders=dict(inputs.placeholders),
+        unusable=inputs.unusable,
+        inputs={
+            name: InputRecord(
+                layout=own.layout,
+                counts=own.counts,
+                shape=tuple(inputs.tensors[name].shape),
+                dtype=str(inputs.tensors[name].dtype).removeprefix("torch."),
+            )
+            for name, own in inputs.belongs.items()
+        },
+    )
 
 
 def write_weights(store: Store, weights: Mapping[str, torch.Tensor]) -> dict[str, FileRecord]:
@@ -226,9 +276,10 @@ class Snapshot:
             values: dict[str, Any] = {
                 field: tensors[f"{index}.{field}"] for field in TENSOR_FIELDS if f"{index}.{field}" in tensors
             }
+            inputs = self._inputs(record.inputs, tensors, f"{visible(name, 120)}: micro-batch {index}", index)
             try:
                 micro_batch = MicroBatch(
-                    **values, uids=record.uids, temperature=record.temperature, packed=record.packed
+                    **values, uids=record.uids, temperature=record.temperature, packed=record.packed, inputs=inputs
                 )
             except TypeError:
                 raise SnapshotRejected(
@@ -238,6 +289,25 @@ class Snapshot:
             _check_shapes(self.store.url, name, index, micro_batch)
             found.append(micro_batch)
         return tuple(found)
+
+    def _inputs(
+        self, record: InputsRecord | None, tensors: Mapping[str, torch.Tensor], where: str, index: int
+    ) -> ModelInputs | None:
+        if record is None:
+            return None
+        own = {}
+        try:
+            for name, told in record.inputs.items():
+                check_name(name)
+                tensor = tensors.get(f"{index}.inputs.{name}")
+                if tensor is None or tensor.is_complex() or tuple(tensor.shape) != told.shape:
+                    raise ValueError(f"{name} is not there as the manifest has it")
+                own[name] = tensor
+        except ValueError as error:
+            raise SnapshotRejected(f"snapshot {self.store.url}: {where}: {error}; take a new snapshot") from None
+        belongs = {name: Belonging(told.layout, told.counts) for name, told in record.inputs.items()}
+        unusable = None if record.unusable is None else visible(record.unusable, 400)
+        return ModelInputs(own, placeholders=record.placeholders, belongs=belongs, unusable=unusable)
 
     def weights(self) -> dict[str, torch.Tensor]:
         """State dict as the trainer had it, tied names restored. Raises SnapshotRejected."""
@@ -357,6 +427,11 @@ def _check_shapes(url: str, name: str, index: int, micro_batch: MicroBatch) -> N
             raise SnapshotRejected(
                 f"{where}: {field} of micro-batch {index} is {tensor.dtype}, which it cannot be; take a new snapshot"
             )
+    if micro_batch.inputs is not None:
+        try:
+            check(micro_batch.inputs, num_rows, num_positions)
+        except ValueError as error:
+            raise SnapshotRejected(f"{where}: micro-batch {index}: {error}; take a new snapshot") from None
 
 
 def _is_of_kind(field: str, dtype: torch.dtype) -> bool:

@@ -166,6 +166,10 @@ def host_batch(micro_batches: tuple[MicroBatch, ...]) -> tuple[MicroBatch, ...]:
         return None if tensor is None else tensor.detach().to("cpu", copy=True)
 
     return tuple(
-        replace(one, **{name: copied(getattr(one, name)) for name in TENSOR_FIELDS})  # type: ignore[arg-type]
+        replace(
+            one,
+            inputs=None if one.inputs is None else one.inputs.moved("cpu", copy=True),
+            **{name: copied(getattr(one, name)) for name in TENSOR_FIELDS},  # type: ignore[arg-type]
+        )
         for one in micro_batches
     )

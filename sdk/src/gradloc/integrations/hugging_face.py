@@ -11,6 +11,7 @@ after it). What goes wrong in here is one log line, never an exception in the tr
 Shapes: B rows, T positions, R = T - 1 positions with a logp, C of a completion, V vocabulary.
 """
 
+import inspect
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -22,6 +23,7 @@ from transformers import TrainerCallback
 from gradloc.integrations.from_logits import CoefficientsFromLogits, standing_in
 from gradloc.integrations.harmless import Harmless
 from gradloc.integrations.tracking import Tracking
+from gradloc.model_inputs import RESERVED
 from gradloc.model_record import tokenizer_json_of, unwrapped
 from gradloc.probe import Probe, watch
 from gradloc_proto.identities import check_run_id
@@ -196,7 +198,8 @@ class Attachment:
             if kwargs.get("shift_labels") is not None:
                 raise ValueError("context or sequence parallelism, which is not supported; expected whole rows")
             mask_BR = labels_BT[:, 1:] != IGNORED_LABEL
-            known = {name: kwargs.get(name) for name in ("attention_mask", "position_ids")}
+            known: dict[str, Any] = {name: kwargs.get(name) for name in ("attention_mask", "position_ids")}
+            known["model_inputs"] = _further(module, kwargs)
             if getattr(output, "log_probs", None) is not None:
                 logp_BR, entropy_BR = output.log_probs, getattr(output, "entropy", None)
                 if logp_BR.shape != mask_BR.shape:
@@ -243,6 +246,16 @@ class _Callback(TrainerCallback):
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._attachment.close()
+
+
+def _further(module: nn.Module, kwargs: Mapping[str, Any]) -> dict[str, Tensor]:
+    """What the model was called with beside ids and masks, and has a name for: pictures and what tells of them."""
+    named = inspect.signature(module.forward).parameters
+    return {
+        name: value
+        for name, value in kwargs.items()
+        if name in named and name not in RESERVED | {"position_ids"} and isinstance(value, Tensor) and value.dim()
+    }
 
 
 def refuse(trainer: Any) -> None:

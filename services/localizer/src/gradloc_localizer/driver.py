@@ -145,7 +145,12 @@ def rebuilt(
     _check_ids(snapshot, model, batches)
     meter = Meter(sum(placed.batch.ids_BT.numel() for placed in batches))
     autocast = None if manifest.autocast_dtype is None else dtype_of(manifest.autocast_dtype)
-    return Policy(model, meter, autocast_dtype=autocast, head=manifest.head), batches
+    policy = Policy(model, meter, autocast_dtype=autocast, head=manifest.head)
+    try:
+        policy.check_inputs(batches)
+    except ValueError as error:
+        raise SnapshotRejected(f"snapshot {snapshot.store.url}: {error}") from None
+    return policy, batches
 
 
 def _weights_elsewhere(manifest: Manifest, options: Options) -> dict[str, Tensor] | None:

@@ -24,7 +24,7 @@ _DROPPED = frozenset(
 # A configuration that asks for more layers or experts than this and than there are weights cannot fit them, and
 # building its modules would take all memory, even without their parameters.
 _MODULES_MAX = 1_024
-_COUNTS = ("layer", "expert", "block")  # in the names of what is counted
+_COUNTS = ("layer", "expert", "block", "depth")  # in the names of what is counted
 Weights = Mapping[str, torch.Tensor]
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 
@@ -104,7 +104,7 @@ def _from_config(manifest: Manifest) -> nn.Module:
     # Whatever a configuration says, it must not make transformers look for files elsewhere.
     os.environ["HF_HUB_OFFLINE"] = "1"
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
     record = dict(manifest.model_config_hf or {})
     model_type = str(record.get("model_type"))
@@ -118,8 +118,7 @@ def _from_config(manifest: Manifest) -> nn.Module:
         raise ModelRejected(f"attention kernel {attention[:60]!r}; expected one of {', '.join(ATTENTION_KERNELS)}")
     try:
         config = AutoConfig.for_model(model_type, **settings)
-        auto: Any = AutoModelForCausalLM  # transformers ships it without types
-        model: nn.Module = auto.from_config(
+        model: nn.Module = _auto_class(config, manifest.architecture).from_config(
             config,
             attn_implementation=attention,
             dtype=dtype_of(manifest.parameter_dtype),
@@ -142,6 +141,15 @@ def _from_config(manifest: Manifest) -> nn.Module:
     return model
 
 
+def _auto_class(config: Any, architecture: str | None) -> Any:
+    """Of those that give a model from this configuration the one that gives this class; transformers ships them
+    without types."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    given = AutoModelForImageTextToText._model_mapping.get(type(config), None)
+    return AutoModelForImageTextToText if getattr(given, "__name__", "") == architecture else AutoModelForCausalLM
+
+
 def _check_counts(manifest: Manifest, num_tensors: int) -> None:
     most = max(_MODULES_MAX, num_tensors)
     for name, value in _settings(manifest.model_config_hf or {}):
@@ -156,7 +164,8 @@ def _check_counts(manifest: Manifest, num_tensors: int) -> None:
 def _settings(record: Mapping[str, Any], depth: int = 4) -> Iterator[tuple[str, Any]]:
     """Names and values, also of configurations inside this one (text_config)."""
     for name, value in record.items():
-        yield name, value
+        for one in value if isinstance(value, list) else (value,):
+            yield name, one
         if isinstance(value, Mapping) and depth:
             yield from _settings(value, depth - 1)
 
