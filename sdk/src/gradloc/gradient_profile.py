@@ -7,7 +7,6 @@ Knows no limit and no verdict. Shapes: L layer keys, K blocks, T positions.
 """
 
 import contextlib
-import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -15,12 +14,12 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from gradloc.layers import KINDS, VISION, block_index, is_vision, layer_key
+from gradloc.layers import KINDS, VISION, block_index, is_block, is_vision, layer_key
 from gradloc.policy import Policy
 from gradloc.replay import Gradient
+from gradloc.shards import whole
 from gradloc.snapshot import MicroBatch
 
-_BLOCK_NAME = re.compile(r"(?:^|\.)(?:layers|layer|h|blocks|block)\.(\d+)$")
 _DOTS_AT_ONCE = 1 << 24  # entries of an intermediate product, to bound memory
 
 
@@ -79,7 +78,7 @@ def _of_pictures(
 @contextlib.contextmanager
 def residual_sizes(model: nn.Module) -> Iterator[list[Tensor]]:
     """Collects, for each forward pass inside, the rms of the residual stream after each block, [K, B, T]."""
-    blocks = [module for name, module in model.named_modules() if _BLOCK_NAME.search(name) and not is_vision(name)]
+    blocks = [module for name, module in model.named_modules() if is_block(name) and not is_vision(name)]
     collected: list[Tensor] = []
     if not blocks:
         yield collected
@@ -115,7 +114,13 @@ def _recording(model: nn.Module, gradient: Gradient, add: Callable[[str, Tensor]
             entered = inputs[0].detach()
             left = output.detach()
             cast(Any, output).register_hook(
-                lambda delta: add(key, _positions(module, weight, bias, entered, left, delta.detach()) / square)
+                lambda delta: add(
+                    key,
+                    _positions(
+                        module, whole(weight), None if bias is None else whole(bias), entered, left, delta.detach()
+                    )
+                    / square,
+                )
             )
 
         return on_forward

@@ -13,6 +13,7 @@ _BLOCK = re.compile(r"(?:^|\.)(?:layers|layer|h|blocks|block)\.(\d+)\.(.*)$")
 _TOWER = re.compile(
     r"(?:^|\.)(?:visual|vision\w*|audio\w*|image_\w+|multi_modal_projector|mm_projector|connector|aligner|embed_vision)(?:\.|$)"
 )
+_BLOCK_ITSELF = re.compile(r"(?:^|\.)(?:layers|layer|h|blocks|block)\.(\d+)$")
 _ATTENTION = re.compile(r"attn|attention|(?:^|\.)[qkvo]_proj|query_key_value")
 _MLP = re.compile(r"mlp|ffn|feed_forward|expert|moe|(?:^|\.)(?:gate|up|down)_proj|(?:^|\.)fc\d?\b|dense_4h|dense_h")
 _NORM = re.compile(r"norm|(?:^|\.)ln_?\w*")
@@ -41,6 +42,11 @@ def _key(parameter_name: str) -> str:
     if _NORM.search(parameter_name):
         return "norm"
     return "other"
+
+
+def is_block(module_name: str) -> bool:
+    """Whether a module of this (dotted) name is a transformer block."""
+    return _BLOCK_ITSELF.search(module_name) is not None
 
 
 def _kind_in_block(rest: str) -> str:

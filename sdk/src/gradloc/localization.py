@@ -105,9 +105,9 @@ def localize(
 def _replayed(
     policy: Policy, batches: Sequence[PlacedBatch], coefficients: Sequence[Tensor]
 ) -> tuple[Replay, list[Tensor]]:
-    """The replay, and the residual stream's sizes on its way. With a team those of the first micro-batch alone:
+    """The replay, and the residual stream's sizes on its way. With others those of the first micro-batch alone:
     they must not depend on who replayed what."""
-    if policy.team is None:
+    if policy.team is None and policy.split is None:
         with residual_sizes(policy.model) as sizes:
             return replay(policy, batches, coefficients), sizes
     parts = (active_part(placed.batch, own) for placed, own in zip(batches, coefficients, strict=True))

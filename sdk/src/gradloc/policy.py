@@ -6,7 +6,7 @@ V vocabulary entries.
 
 import contextlib
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +19,7 @@ from gradloc.routing import Routing
 from gradloc.snapshot import MicroBatch
 
 if TYPE_CHECKING:
+    from gradloc.split import Split
     from gradloc.team import Team
 
 
@@ -117,10 +118,12 @@ class Policy:
 
     The model is put into eval mode: dropout is not replayed. `autocast_dtype` is the trainer's; `grid` the format that
     the forward pass reads parameters in, where neither autocast nor the parameters tell it; `head` how it makes
-    log-probabilities of hidden states. `team`: others who share the passes over the step's batches.
+    log-probabilities of hidden states. `team`: others who share the passes over the step's batches. `split`: the
+    processes that hold the model together, each its shard of every parameter.
     """
 
     team: "Team | None" = None
+    split: "Split | None" = None
 
     def __init__(
         self,
@@ -277,20 +280,47 @@ class Policy:
 
         return _mixed(batch, by_row(logp_1N), None if entropy_1N is None else by_row(entropy_1N))
 
+    def turns(self, parts: Iterable[tuple[int, "ActivePart"]]) -> Iterator["Turn"]:
+        """Parts of batches (by number), as this process has to run them."""
+        if self.split is not None:
+            return self.split.turns(parts, lambda part: part.source.packed and self.grid in NARROW)
+        return (Turn(batch, part, own=True) for batch, part in parts)
+
+    def log_probs_in(self, turn: "Turn", *, hold_routing: bool = False) -> Tensor:
+        """`log_probs_of`; of another's part nothing is remembered."""
+        if turn.own:
+            return self.log_probs_of(turn.part, hold_routing=hold_routing)
+        return self.log_probs(turn.part.batch, to_the_end=turn.part.to_the_end)
+
     def backward(
         self, logp_BR: Tensor, coefficient_BR: Tensor, *, num_tokens: int, keep_graph: bool = False
     ) -> tuple[Tensor | None, ...]:
-        """Gradients of sum(c * logp), parameter by parameter; None where a parameter has no part in it."""
+        """Gradients of sum(c * logp), parameter by parameter; None where a parameter has no part in it. Where the model
+        is split, the sum goes over all processes, each with a logp and coefficients of its own."""
         self.meter.num_tokens_backward += num_tokens
         self.meter.num_backwards += 1
+        coefficient_BR = coefficient_BR.to(device=logp_BR.device, dtype=logp_BR.dtype)
+        if self.split is not None:
+            return self._reduced(logp_BR, coefficient_BR, keep_graph=keep_graph, num_processes=self.split.size)
         gradients: tuple[Tensor | None, ...] = torch.autograd.grad(
             logp_BR,
             list(self.parameters.values()),
-            grad_outputs=coefficient_BR.to(device=logp_BR.device, dtype=logp_BR.dtype),
+            grad_outputs=coefficient_BR,
             allow_unused=True,
             retain_graph=keep_graph,
         )
         return gradients
+
+    def _reduced(
+        self, logp_BR: Tensor, coefficient_BR: Tensor, *, keep_graph: bool, num_processes: int
+    ) -> tuple[Tensor | None, ...]:
+        """FSDP2 leaves the mean over processes in `.grad`, each process its shard of it."""
+        logp_BR.backward(gradient=coefficient_BR, retain_graph=keep_graph)  # type: ignore[no-untyped-call]
+        found = []
+        for parameter in self.parameters.values():
+            found.append(None if parameter.grad is None else parameter.grad * num_processes)
+            parameter.grad = None
+        return tuple(found)
 
     @contextlib.contextmanager
     def _autocast(self) -> Iterator[None]:
@@ -341,6 +371,16 @@ class ActivePart:
     @property
     def num_tokens(self) -> int:
         return self.batch.ids_BT.shape[0] * (self.batch.ids_BT.shape[1] - (0 if self.to_the_end else 1))
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A pass through the model: a part of the batch of this number. Not `own`: run because others run, for a model
+    that is split needs everybody in each pass."""
+
+    batch: int
+    part: ActivePart
+    own: bool
 
 
 def active_part(batch: MicroBatch, coefficient_BR: Tensor) -> ActivePart | None:

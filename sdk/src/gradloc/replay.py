@@ -13,6 +13,7 @@ from torch import Tensor
 
 from gradloc.layers import layer_key
 from gradloc.policy import ActivePart, PlacedBatch, Policy, active_part
+from gradloc.shards import local, squares, summed
 from gradloc.snapshot import MicroBatch
 
 
@@ -42,8 +43,8 @@ class Gradient:
         total = 0.0
         for mine, theirs in zip(self.tensors.values(), other, strict=True):
             if theirs is not None:
-                total += float((mine.double() * theirs.double()).sum())
-        return total
+                total += float((local(mine).double() * local(theirs).double()).sum())
+        return summed([total], self.tensors.values())[0]
 
 
 @dataclass(frozen=True)
@@ -79,20 +80,25 @@ def replay_here(
 ) -> Replay:
     """The same by this process alone."""
     sums: list[Tensor | None] = [None] * len(policy.parameters)
-    logp = []
-    for placed, coefficient_BR in zip(batches, coefficients, strict=True):
-        logp_BR = torch.full(coefficient_BR.shape, math.nan, dtype=torch.float64)
-        for part in _parts(placed.batch, coefficient_BR, by_row):
-            if policy.replays_packed(part):
-                computed_BR = policy.packed_log_probs(placed.batch)[:, : part.num_columns]
-            else:
-                computed_BR = policy.log_probs_of(part)
-            gradients = policy.backward(
-                computed_BR, coefficient_BR[part.rows, : part.num_columns], num_tokens=part.num_tokens
-            )
-            _add(sums, gradients)
-            logp_BR[part.rows, : part.num_columns] = computed_BR.detach().double().cpu()
-        logp.append(logp_BR)
+    logp = [torch.full(own_BR.shape, math.nan, dtype=torch.float64) for own_BR in coefficients]
+    parts = (
+        (index, part)
+        for index, (placed, own_BR) in enumerate(zip(batches, coefficients, strict=True))
+        for part in _parts(placed.batch, own_BR, by_row)
+    )
+    for turn in policy.turns(parts):
+        part = turn.part
+        if policy.replays_packed(part):
+            computed_BR = policy.packed_log_probs(part.source)[:, : part.num_columns]
+        else:
+            computed_BR = policy.log_probs_in(turn)
+        own_BR = coefficients[turn.batch][part.rows, : part.num_columns]
+        weight_BR = own_BR if turn.own else torch.zeros_like(own_BR)
+        _add(sums, policy.backward(computed_BR, weight_BR, num_tokens=part.num_tokens))
+        if turn.own:
+            logp[turn.batch][part.rows, : part.num_columns] = computed_BR.detach().double().cpu()
+    if policy.split is not None:
+        logp = policy.split.together(logp)
     tensors = {
         name: torch.zeros_like(parameter, requires_grad=False) if total is None else total
         for (name, parameter), total in zip(policy.parameters.items(), sums, strict=True)
@@ -111,15 +117,14 @@ def _parts(batch: MicroBatch, coefficient_BR: Tensor, by_row: bool) -> Iterator[
 
 def gradient_of(tensors: dict[str, Tensor]) -> Gradient:
     """Norms of a gradient given by parameter name."""
-    squares: dict[str, float] = {}
-    for name, tensor in tensors.items():
-        square = float(torch.linalg.vector_norm(tensor, dtype=torch.float64)) ** 2
+    by_key: dict[str, float] = {}
+    for name, square in zip(tensors, squares(list(tensors.values())), strict=True):
         key = layer_key(name)
-        squares[key] = squares.get(key, 0.0) + square
+        by_key[key] = by_key.get(key, 0.0) + square
     return Gradient(
         tensors=tensors,
-        norm=math.sqrt(sum(squares.values())),
-        layer_norms={key: math.sqrt(square) for key, square in squares.items()},
+        norm=math.sqrt(sum(by_key.values())),
+        layer_norms={key: math.sqrt(square) for key, square in by_key.items()},
     )
 
 

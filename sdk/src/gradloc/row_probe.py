@@ -53,15 +53,21 @@ class RowProbe:
             return self._policy.team.moved(self._coefficients, self._gradient, rows, eps)
         found: dict[Row, Tensor] = {}
         with self._perturbation.moved(eps), torch.no_grad():
-            for batch, part in self._parts(rows):
-                logp_BR = self._policy.log_probs_of(part, hold_routing=True)
-                self._take(found, batch, part, logp_BR)
+            for turn in self._policy.turns(self._parts(rows)):
+                logp_BR = self._policy.log_probs_in(turn, hold_routing=True)
+                if turn.own:
+                    self._take(found, turn.batch, turn.part, logp_BR)
+        if self._policy.split is not None:
+            known = [(batch, row) for batch, part in self._parts(rows) for row in part.rows.tolist()]
+            return self._policy.split.rows_together(found, known, [own.shape[1] for own in self._coefficients])
         return found
 
     def derivatives(self, rows: Collection[Row]) -> dict[Row, Tensor] | None:
         """d logp / d eps at zero, float64 [R] by row; None where an operation of the model has no such mode."""
         if self._policy.team is not None:
             return self._policy.team.derivatives(self._coefficients, self._gradient, rows)
+        if self._policy.split is not None:
+            return None  # FSDP2 gathers plain weights for each pass, never dual numbers
         # torch ships these two without types.
         make_dual: Any = forward_ad.make_dual
         unpack_dual: Any = forward_ad.unpack_dual
@@ -89,9 +95,9 @@ class RowProbe:
         """Which experts these rows choose, for a replica that did not replay them: a forward pass, where there are
         experts to choose from."""
         with torch.no_grad():
-            for _, part in self._parts(rows):
+            for turn in self._policy.turns(self._parts(rows)):
                 if self._policy.routing.chooses:
-                    self._policy.log_probs_of(part)
+                    self._policy.log_probs_in(turn)
 
     def _parts(self, rows: Collection[Row]) -> Iterator[tuple[int, ActivePart]]:
         for batch, coefficient_BR in enumerate(self._coefficients):

@@ -311,6 +311,15 @@ class Snapshot:
 
     def weights(self) -> dict[str, torch.Tensor]:
         """State dict as the trainer had it, tied names restored. Raises SnapshotRejected."""
+        weights = tensors_of(self._checked(WEIGHTS, self.weights_record()), WEIGHTS)
+        for name, source in self.manifest.tied_weights.items():
+            if source not in weights:
+                raise SnapshotRejected(f"snapshot {self.store.url}: tied weight {name} refers to {source}, not stored")
+            weights[name] = weights[source]
+        return weights
+
+    def weights_record(self) -> FileRecord:
+        """Of the file of the weights. Raises SnapshotRejected where there is none."""
         record = self.manifest.files.get(WEIGHTS)
         if record is None:
             raise SnapshotRejected(
@@ -318,12 +327,7 @@ class Snapshot:
                 f"{(self.manifest.weights_at or 'no checkpoint')[:200]}: name the place with --weights, let the pool "
                 "read there (GRADLOC_CHECKPOINTS), or localize inline"
             )
-        weights = tensors_of(self._checked(WEIGHTS, record), WEIGHTS)
-        for name, source in self.manifest.tied_weights.items():
-            if source not in weights:
-                raise SnapshotRejected(f"snapshot {self.store.url}: tied weight {name} refers to {source}, not stored")
-            weights[name] = weights[source]
-        return weights
+        return record
 
     def tokenizer_json(self) -> str | None:
         """JSON of the trainer's tokenizer, or None. Raises SnapshotRejected."""

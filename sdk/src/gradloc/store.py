@@ -6,9 +6,10 @@ Knows nothing of what the bytes mean. Remote file systems (s3://, gs://) need th
 import contextlib
 import hashlib
 import secrets
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import fsspec
 
@@ -19,6 +20,10 @@ class StoredFile:
 
     num_bytes: int
     sha256: str
+
+
+class Readable(Protocol):
+    def read(self, num_bytes: int, /) -> bytes: ...
 
 
 class StoreUnavailable(OSError):
@@ -104,6 +109,18 @@ class Store:
         except OSError as error:
             raise StoreUnavailable(f"cannot read {name} from the store: {_reason(error)}") from error
         return data
+
+    @contextlib.contextmanager
+    def reading(self, name: str) -> Iterator[Readable]:
+        """A file, to be read from its start, piece by piece. Raises FileNotFoundError or StoreUnavailable."""
+        path = self._path(name)
+        try:
+            with self._fs.open(path, "rb") as stream:
+                yield stream
+        except FileNotFoundError:
+            raise FileNotFoundError(name) from None
+        except OSError as error:
+            raise StoreUnavailable(f"cannot read {name} from the store: {_reason(error)}") from error
 
     def remove_all(self) -> None:
         """Remove everything under this prefix."""

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from gradloc.policy import Meter, PlacedBatch, Policy
+from gradloc.shards import like, local
 
 if TYPE_CHECKING:
     from gradloc.replay import Gradient, Replay
@@ -99,7 +100,7 @@ def _answered(
     if question.kind == "replay":
         done = replay(policy, batches, question.coefficients, by_row=question.by_row)
         logp = {f"logp.{index}": logp_BR for index, logp_BR in enumerate(done.logp)}
-        return {f"gradient.{name}": tensor for name, tensor in done.gradient.tensors.items()} | logp
+        return {f"gradient.{name}": local(tensor) for name, tensor in done.gradient.tensors.items()} | logp
     assert gradient is not None
     if question.kind == "exact":
         places = [Place(*place) for place in question.places]
@@ -126,7 +127,8 @@ class Team:
         parts = [self._within(coefficients, shard) for shard in self._shards]
         parts = [part for part in parts if any(bool((one != 0).any()) for one in part)]
         logp = [torch.full(one.shape, torch.nan, dtype=torch.float64) for one in coefficients]
-        tensors = {name: _zeros(parameter) for name, parameter in self._policy.parameters.items()}
+        parameters = self._policy.parameters
+        tensors = {name: _zeros(local(parameter)) for name, parameter in parameters.items()}
         for told in self._answers([Question("replay", part, by_row=by_row) for part in parts], None):
             for name, total in tensors.items():
                 total.add_(told.tensors[f"gradient.{name}"])
@@ -134,7 +136,8 @@ class Team:
                 own_BR = told.tensors[f"logp.{index}"]
                 logp[index] = torch.where(own_BR.isnan(), known_BR, own_BR)
         device = self._policy.device
-        return Replay(gradient_of({name: tensor.to(device) for name, tensor in tensors.items()}), tuple(logp))
+        whole = {name: like(tensor.to(device), parameters[name]) for name, tensor in tensors.items()}
+        return Replay(gradient_of(whole), tuple(logp))
 
     def moved(
         self, coefficients: Sequence[Tensor], gradient: "Gradient", rows: Collection[Row], eps: float
@@ -207,7 +210,7 @@ def fits(policy: Policy, question: Question, told: Answer) -> bool:
     if not told.exists:
         return question.kind == "derivatives"
     if question.kind == "replay":
-        shapes = {f"gradient.{name}": tuple(parameter.shape) for name, parameter in policy.parameters.items()}
+        shapes = {f"gradient.{name}": tuple(local(own).shape) for name, own in policy.parameters.items()}
         shapes |= {f"logp.{index}": tuple(own.shape) for index, own in enumerate(question.coefficients)}
     elif question.kind == "exact":
         shapes = {"exact": (len(question.places), 2)}

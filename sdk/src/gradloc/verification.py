@@ -13,6 +13,7 @@ from torch import Tensor
 
 from gradloc.policy import PlacedBatch, Policy, cut
 from gradloc.replay import Gradient
+from gradloc.shards import squares
 
 
 class Place(NamedTuple):
@@ -54,7 +55,7 @@ def exact_tokens(
             place = Place(batch, row, column)
             gradients = policy.backward(
                 logp_R[column],
-                torch.ones(()),
+                torch.ones(()) if policy.split is None or policy.split.rank == 0 else torch.zeros(()),  # summed
                 num_tokens=source.first_position + column,
                 keep_graph=column != columns[-1],
             )
@@ -63,11 +64,7 @@ def exact_tokens(
 
 
 def _exact(place: Place, coefficient: float, gradients: Sequence[Tensor | None], whole: Gradient) -> ExactToken:
-    square = sum(
-        float(torch.linalg.vector_norm(gradient, dtype=torch.float64)) ** 2
-        for gradient in gradients
-        if gradient is not None
-    )
+    square = sum(squares([gradient for gradient in gradients if gradient is not None]))
     return ExactToken(
         place=place,
         share=coefficient * whole.dot(gradients) / whole.norm**2,

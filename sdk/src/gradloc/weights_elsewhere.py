@@ -39,23 +39,28 @@ def is_same(fingerprint: Fingerprint, weights: Mapping[str, torch.Tensor]) -> bo
     if not fingerprint:
         return False
     own = fingerprint_of({name: weights[name] for name in fingerprint if name in weights})
+    return is_same_as(fingerprint, own, {name: tensor.numel() for name, tensor in weights.items()})
+
+
+def is_same_as(fingerprint: Fingerprint, own: Fingerprint, numel: Mapping[str, int]) -> bool:
+    """`is_same`, by the fingerprint of these weights and how many elements each has."""
+    own = {name: sums for name, sums in own.items() if name in fingerprint}
     for name, (total, square) in own.items():
         told_total, told_square = fingerprint[name]
-        size = math.sqrt(max(square, 0.0) * weights[name].numel())
+        size = math.sqrt(max(square, 0.0) * numel[name])
         alike = abs(total - told_total) <= SAME * size and abs(square - told_square) <= SAME * square
         if not (math.isfinite(square) and alike):
             return False
-    return own.keys() == fingerprint.keys()
+    return bool(fingerprint) and own.keys() == fingerprint.keys()
 
 
 def read_checkpoint(url: str) -> dict[str, torch.Tensor]:
     """Tensors of a checkpoint's folder: model.safetensors, or the files that its index names. Raises SnapshotRejected
     or StoreUnavailable."""
     store = Store(url)
+    found: dict[str, torch.Tensor] = {}
     try:
-        names = _files_of(store)
-        found: dict[str, torch.Tensor] = {}
-        for name in names:
+        for name in files_of(store):
             found |= tensors_of(store.read(name, bytes_max=FILE_BYTES_MAX), name)
     except FileNotFoundError:
         raise SnapshotRejected(
@@ -69,7 +74,8 @@ def read_checkpoint(url: str) -> dict[str, torch.Tensor]:
     return found
 
 
-def _files_of(store: Store) -> list[str]:
+def files_of(store: Store) -> list[str]:
+    """Names of a checkpoint's files of tensors. Raises ValueError for an index that is none."""
     if not store.exists(INDEX):
         return [WHOLE]
     try:

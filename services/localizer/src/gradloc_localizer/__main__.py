@@ -48,6 +48,14 @@ def _stop(_number: int, _frame: FrameType | None) -> None:
     show_default=True,
     help="Replicas of the model that share the work; each beyond the first takes one spare_gpu.",
 )
+@click.option(
+    "--split",
+    envvar="GRADLOC_SPLIT",
+    type=click.IntRange(1, 64),
+    default=1,
+    show_default=True,
+    help="Processes that hold a model together which is too large for one; each beyond the first takes one spare_gpu.",
+)
 @click.option("--probes", envvar="GRADLOC_PROBES", help="Store where answers are kept, for a job that is killed.")
 def main(
     run_id: str,
@@ -60,12 +68,15 @@ def main(
     device: str,
     threads: int,
     replicas: int,
+    split: int,
     probes: str | None,
 ) -> None:
     """Localize one incident's spike from its snapshot and publish the finding."""
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     if not redis:
         raise click.UsageError("no Redis URL; set GRADLOC_REDIS_URL in the Ray pool's environment")
+    if split > 1 and replicas > 1:
+        raise click.UsageError("--split and --replicas are both more than 1; a split model has no replicas: give one")
     job = Job(
         run_id=run_id,
         attempt=attempt,
@@ -76,6 +87,7 @@ def main(
         device=device,
         num_threads=threads,
         num_replicas=replicas,
+        num_processes=split,
         probes=probes or None,
         reference=os.environ.get("GRADLOC_REFERENCE") or None,
         checkpoints=tuple(filter(None, os.environ.get("GRADLOC_CHECKPOINTS", "").split(","))),

@@ -52,6 +52,13 @@ WHOLE_SEQUENCE = 131_072  # positions of a page: more than people read, less tha
 @click.option(
     "--weights", metavar="CHECKPOINT", help="Weights for a snapshot that only refers to them: a folder or URL."
 )
+@click.option(
+    "--split",
+    type=click.IntRange(1, 64),
+    default=1,
+    show_default=True,
+    help="Processes of this machine that hold a model together which is too large for one GPU, each on its own.",
+)
 @click.option("--device", default="auto", show_default=True, help="cpu, cuda, cuda:0 or auto.")
 @click.option("--threads", type=click.IntRange(min=1), default=2, show_default=True, help="Threads of torch.")
 def localize(
@@ -65,6 +72,7 @@ def localize(
     factories: tuple[str, ...],
     reference: str | None,
     weights: str | None,
+    split: int,
     device: str,
     threads: int,
 ) -> None:
@@ -83,9 +91,15 @@ def localize(
                 num_threads=threads,
                 reference=reference,
                 weights=weights,
+                num_processes=split,
                 num_positions=None if html is None and png is None else WHOLE_SEQUENCE,
             )
-            manifest, finding = explain(snapshot, options, on_progress)
+            if split > 1:
+                from gradloc_localizer.split_processes import explain_here
+
+                manifest, finding = explain_here(snapshot, options, on_progress)
+            else:
+                manifest, finding = explain(snapshot, options, on_progress)
         if redact:
             finding = without_text(finding)
         if html is not None or png is not None:

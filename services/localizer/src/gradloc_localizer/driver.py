@@ -6,6 +6,7 @@ import json
 import logging
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,11 +16,14 @@ from gradloc.localization import Progress, Strategy, localize
 from gradloc.policy import Meter, PlacedBatch, Policy, place
 from gradloc.replay import coefficients_of, replay
 from gradloc.snapshot import Manifest, Snapshot, SnapshotRejected, open_snapshot
+from gradloc.split import Split
 from gradloc.store import Store
-from gradloc.weights_elsewhere import is_same, read_checkpoint
+from gradloc.weight_files import WeightFiles, of_checkpoint, of_snapshot
+from gradloc.weights_elsewhere import Fingerprint, is_same, read_checkpoint
 from gradloc_localizer.kept_probes import KeptProbes
 from gradloc_localizer.model_source import ModelRejected, build_model, dtype_of
 from gradloc_localizer.sharing import Alone, Replicas, shared
+from gradloc_localizer.split_model import build_split_model
 from gradloc_proto import __version__
 from gradloc_proto.messages import Finding
 
@@ -36,7 +40,8 @@ class Options:
     with) from which a snapshot may name one itself.
     num_positions: of the culprit's sequence that the finding shows; None: as many as a message should hold.
     num_replicas: of the model, this process among them; more than one needs Ray (`replicas`). probes: URL of a store
-    where answers are kept while a localization runs, so that one that was killed goes on where it was.
+    where answers are kept while a localization runs, so that one that was killed goes on where it was. num_processes:
+    that hold the model together; with more than one, `explain` runs in each of them (`split_processes`).
     """
 
     strategy: Strategy = "attribution"
@@ -50,6 +55,7 @@ class Options:
     num_positions: int | None = None
     num_replicas: int = 1
     probes: str | None = None
+    num_processes: int = 1
 
 
 MakeReplicas = Callable[[str, Options], contextlib.AbstractContextManager[Replicas]]
@@ -73,7 +79,7 @@ def explain(
     weights = _weights_elsewhere(manifest, options)
     policy, batches = rebuilt(snapshot, options, lambda: on_progress("rebuilding", 0.05), weights)
     facts = facts_of(manifest, options.limit)
-    if weights is not None and is_same(manifest.weights_fingerprint, weights):
+    if weights is not None and _is_of(manifest.weights_fingerprint, weights):
         facts = replace(facts, weights="before-update")
     del weights
 
@@ -82,7 +88,7 @@ def explain(
 
     def elsewhere() -> float | None:
         device = other_device(options.device)
-        if device is None:
+        if device is None or policy.split is not None:
             return None
         other, placed = rebuilt(snapshot, replace(options, device=device))
         return replay(other, placed, coefficients_of(placed)).gradient.norm
@@ -91,7 +97,7 @@ def explain(
         if options.num_replicas > 1 or options.probes is not None:
             others = stack.enter_context(replicas(url, options)) if options.num_replicas > 1 else Alone()
             kept = None if options.probes is None else KeptProbes(_probes_of(options.probes, manifest))
-            shared(policy, batches, _identity(manifest, options), kept, others)
+            shared(policy, batches, _identity(manifest, options, policy.split), kept, others)
         finding = localize(
             policy,
             batches,
@@ -116,9 +122,11 @@ def _probes_of(url: str, manifest: Manifest) -> Store:
     return Store(url).child(manifest.run_id, manifest.attempt, manifest.step)
 
 
-def _identity(manifest: Manifest, options: Options) -> str:
-    """Of the step and of what computes it: another release of torch gives other last bits."""
-    said = json.dumps([manifest.model_dump_json(), options.weights, torch.__version__, __version__])
+def _identity(manifest: Manifest, options: Options, split: Split | None) -> str:
+    """Of the step and of what computes it: another release of torch gives other last bits, another process of a split
+    has another part."""
+    of = [] if split is None else [split.rank, split.size]
+    said = json.dumps([manifest.model_dump_json(), options.weights, torch.__version__, __version__, *of])
     return hashlib.sha256(said.encode()).hexdigest()
 
 
@@ -126,9 +134,9 @@ def rebuilt(
     snapshot: Snapshot,
     options: Options,
     on_open: Callable[[], None] = lambda: None,
-    weights: Mapping[str, Tensor] | None = None,
+    weights: Mapping[str, Tensor] | WeightFiles | None = None,
 ) -> tuple[Policy, tuple[PlacedBatch, ...]]:
-    """A snapshot's step, ready to replay; with these weights, where they were read already."""
+    """A snapshot's step, ready to replay; with these weights, where they were looked up already."""
     manifest = snapshot.manifest
     parts = [snapshot.micro_batches(part.rank) for part in manifest.parts]
     try:
@@ -136,12 +144,15 @@ def rebuilt(
     except ValueError as error:
         raise SnapshotRejected(f"snapshot {snapshot.store.url}: {error}") from None
     on_open()
-    model = build_model(
-        snapshot,
-        allowed_factories=options.allowed_factories,
-        device=_device(options.device),
-        weights=_weights_elsewhere(manifest, options) if weights is None else weights,
-    )
+    weights = _weights_elsewhere(manifest, options) if weights is None else weights
+    how: dict[str, Any] = {"allowed_factories": options.allowed_factories, "device": place_of(options.device)}
+    split = Split.of_this_process() if options.num_processes > 1 else None
+    if split is None:
+        assert not isinstance(weights, WeightFiles)
+        model = build_model(snapshot, weights=weights, **how)
+    else:
+        files = weights if isinstance(weights, WeightFiles) else of_snapshot(snapshot)
+        model = build_split_model(manifest, files, split, **how)
     _check_ids(snapshot, model, batches)
     meter = Meter(sum(placed.batch.ids_BT.numel() for placed in batches))
     autocast = None if manifest.autocast_dtype is None else dtype_of(manifest.autocast_dtype)
@@ -150,10 +161,15 @@ def rebuilt(
         policy.check_inputs(batches)
     except ValueError as error:
         raise SnapshotRejected(f"snapshot {snapshot.store.url}: {error}") from None
+    policy.split = split
     return policy, batches
 
 
-def _weights_elsewhere(manifest: Manifest, options: Options) -> dict[str, Tensor] | None:
+def _is_of(fingerprint: Fingerprint, weights: Mapping[str, Tensor] | WeightFiles) -> bool:
+    return weights.is_of(fingerprint) if isinstance(weights, WeightFiles) else is_same(fingerprint, weights)
+
+
+def _weights_elsewhere(manifest: Manifest, options: Options) -> dict[str, Tensor] | WeightFiles | None:
     """Weights of the checkpoint that stands in for those a snapshot does not hold. A place that only the snapshot names
     is not read. Raises SnapshotRejected."""
     if manifest.weights != "none":
@@ -161,7 +177,9 @@ def _weights_elsewhere(manifest: Manifest, options: Options) -> dict[str, Tensor
     place, told = options.weights, manifest.weights_at
     if place is None and told is not None and any(_lies_under(told, one) for one in options.checkpoints):
         place = told
-    return None if place is None else read_checkpoint(place)
+    if place is None:
+        return None
+    return read_checkpoint(place) if options.num_processes == 1 else of_checkpoint(place)
 
 
 def _lies_under(url: str, place: str) -> bool:
@@ -185,20 +203,26 @@ def facts_of(manifest: Manifest, limit: float | None = None) -> StepFacts:
 
 def _healthy_error(url: str, spiked: Manifest, options: Options) -> float | None:
     """What the replay of the run's healthy step missed by; None, with a line in the log, where it cannot be used."""
+    found: tuple[Manifest, Policy, tuple[PlacedBatch, ...]] | None = None
     try:
         snapshot = open_snapshot(url)
         manifest = snapshot.manifest
         if (manifest.run_id, manifest.weights) != (spiked.run_id, "reference"):
             raise SnapshotRejected(f"{url} is not a healthy step of run {spiked.run_id}")
-        policy, batches = rebuilt(snapshot, options)
+        found = manifest, *rebuilt(snapshot, options)
     except (ValueError, OSError) as error:
         _log.warning("the healthy reference is not used: %s", str(error).split("\n", maxsplit=1)[0][:300])
+    if options.num_processes > 1 and not Split.of_this_process().all_have([found is not None])[0]:
+        return None  # a replay is a meeting of all
+    if found is None:
         return None
+    manifest, policy, batches = found
     gradient = replay(policy, batches, coefficients_of(batches)).gradient
     return healthy_error_of(fidelity_of(facts_of(manifest), gradient, policy.grid))
 
 
-def _device(name: str) -> str:
+def place_of(name: str) -> str:
+    """A device by name or "auto". Raises ModelRejected."""
     if name == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     try:
@@ -210,7 +234,7 @@ def _device(name: str) -> str:
 
 def other_device(name: str) -> str | None:
     """Another device of this machine to replay on; None where there is none. The CPU stands in beside a single GPU."""
-    device = torch.device(_device(name))
+    device = torch.device(place_of(name))
     if device.type != "cuda":
         return None
     used, count = device.index or 0, torch.cuda.device_count()

@@ -38,6 +38,7 @@ class Job:
     checkpoints: tuple[str, ...] = field(default=())
     num_replicas: int = 1
     probes: str | None = None
+    num_processes: int = 1
 
     @property
     def step(self) -> int:
@@ -80,11 +81,6 @@ def _localize(job: Job, findings: Findings) -> Finding:
     from gradloc.snapshot import SnapshotRejected
     from gradloc_localizer.driver import Options, explain
 
-    more: dict[str, Any] = {}
-    if job.num_replicas > 1:
-        from gradloc_localizer.ray_replicas import ray_replicas
-
-        more["replicas"] = ray_replicas
     options = Options(
         strategy="bisect" if job.strategy == "bisect" else "attribution",
         allowed_factories=job.allowed_factories,
@@ -94,8 +90,19 @@ def _localize(job: Job, findings: Findings) -> Finding:
         checkpoints=job.checkpoints,
         num_replicas=job.num_replicas,
         probes=job.probes,
+        num_processes=job.num_processes,
     )
-    manifest, finding = explain(job.snapshot, options, findings.progressed, **more)
+    if job.num_processes > 1:
+        from gradloc_localizer.ray_processes import explain_on_ray
+
+        manifest, finding = explain_on_ray(job.snapshot, options, findings.progressed)
+    else:
+        more: dict[str, Any] = {}
+        if job.num_replicas > 1:
+            from gradloc_localizer.ray_replicas import ray_replicas
+
+            more["replicas"] = ray_replicas
+        manifest, finding = explain(job.snapshot, options, findings.progressed, **more)
     if (manifest.run_id, manifest.attempt) != (job.run_id, job.attempt):
         raise SnapshotRejected(
             f"the snapshot is of run {manifest.run_id}, attempt {manifest.attempt}; "

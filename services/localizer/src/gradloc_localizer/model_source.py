@@ -51,14 +51,18 @@ def build_model(
     """The model with the snapshot's weights, or those given, on `device`. Raises ModelRejected or SnapshotRejected."""
     manifest = snapshot.manifest
     weights = snapshot.weights() if weights is None else weights
-    model = _empty_model(manifest, allowed_factories, weights)
-    _check_fit(model, weights, manifest)
+    model = empty_model(manifest, allowed_factories, weights)
     model.load_state_dict(dict(weights), strict=False)
     if manifest.compute_dtype is not None:
         _cast_parameters(model, dtype_of(manifest.compute_dtype))
+    return trainable(model).to(device)
+
+
+def trainable(model: nn.Module) -> nn.Module:
+    """The model, of which at least something is trained."""
     if not any(parameter.requires_grad for parameter in model.parameters()):
         model.requires_grad_(True)
-    return model.to(device)
+    return model
 
 
 def _cast_parameters(model: nn.Module, dtype: torch.dtype) -> None:
@@ -68,7 +72,15 @@ def _cast_parameters(model: nn.Module, dtype: torch.dtype) -> None:
             parameter.data = parameter.data.to(dtype)
 
 
-def _empty_model(manifest: Manifest, allowed_factories: Collection[str], weights: Weights) -> nn.Module:
+def empty_model(manifest: Manifest, allowed_factories: Collection[str], weights: Weights) -> nn.Module:
+    """The model as its class makes it, which these weights fit; of them only names and shapes are looked at. Raises
+    ModelRejected."""
+    model = _made(manifest, allowed_factories, weights)
+    _check_fit(model, weights, manifest)
+    return model
+
+
+def _made(manifest: Manifest, allowed_factories: Collection[str], weights: Weights) -> nn.Module:
     if manifest.model_factory is not None:
         return _from_factory(manifest.model_factory, allowed_factories)
     if manifest.model_config_hf is not None:

@@ -1,4 +1,4 @@
-"""Replicas as Ray actors on the spare pool, each with the snapshot's model and batches. One of two doors to Ray.
+"""Replicas as Ray actors on the spare pool, each with the snapshot's model and batches. One of the doors to Ray.
 
 They are asked for and not waited for: a pool without room leaves the work to the driver, which works anyway. One that
 dies is replaced a few times.
@@ -54,17 +54,22 @@ def ray_replicas(url: str, options: Options) -> Iterator["RayReplicas"]:
         made.close()
 
 
+def connect() -> None:
+    """To the pool that this job runs on."""
+    if not ray.is_initialized():
+        ray.init(
+            address=os.environ.get("RAY_ADDRESS", "auto"),
+            log_to_driver=False,
+            logging_level=logging.WARNING,
+            configure_logging=False,
+        )
+
+
 class RayReplicas:
     """`num` actors. Close it: actors hold GPUs."""
 
     def __init__(self, url: str, options: Options, num: int, *, spare_gpus: float = 1.0) -> None:
-        if not ray.is_initialized():
-            ray.init(
-                address=os.environ.get("RAY_ADDRESS", "auto"),
-                log_to_driver=False,
-                logging_level=logging.WARNING,
-                configure_logging=False,
-            )
+        connect()
         self._url = url
         self._options = replace(options, num_replicas=1, probes=None)
         remote: Any = ray.remote(ReplayReplica)

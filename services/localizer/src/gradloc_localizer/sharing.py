@@ -62,6 +62,10 @@ class Sharing:
             known = None if self._kept is None else self._kept.get(key)
             if known is not None and fits(self._own, question, known):
                 told[number] = known
+        split = self._own.split
+        if split is not None and self._kept is not None:  # each process keeps its part, and all compute or nobody
+            have = split.all_have([number in told for number in range(len(questions))])
+            told = {number: known for number, known in told.items() if have[number]}
         self.num_kept += len(told)
         self.num_asked += len(questions) - len(told)
         left = deque(number for number in range(len(questions)) if number not in told)
