@@ -66,24 +66,32 @@ def saved(probes):
 def test_actors_find_what_one_process_finds_and_a_killed_attempt_is_gone_on_with(
     trainer, written, head, tmp_path, assert_same
 ):
-    url = written(trainer.model(num_layers=2))
+    url = written(trainer.model(num_layers=4, hidden_size=128))
     # The same shards of work: with probes they are cut alike.
     _, alone = explain(url, Options(device="cpu", num_threads=1, probes=(tmp_path / "alone").as_uri()))
-    probes = tmp_path / "probes"
-    attempt, deadline = driver(head, url, probes), time.monotonic() + 600
-    while len(saved(probes)) < 6 and attempt.poll() is None:
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
-    victim = actors(head)[-1]
-    os.kill(victim, signal.SIGSTOP)  # so that it cannot end before it is killed
-    os.kill(victim, signal.SIGKILL)
-    line = said(attempt)
+    for number in range(5):  # it may be over before it is killed
+        probes = tmp_path / f"probes-{number}"
+        line = said(killed(head, url, probes))
+        if line.startswith("failed"):
+            break
+        assert_same(Finding.model_validate_json(line), alone)
     assert line.startswith("failed: process ") and "died" in line, line
     before = saved(probes)
     finding = Finding.model_validate_json(said(driver(head, url, probes)))
     assert_same(finding, alone)
     after = saved(probes)
     assert len(after) > len(before) > 0
-    # An answer that both had is not asked again; of the last one perhaps one alone had kept its part.
-    assert sum(after[path] != time_ns for path, time_ns in before.items()) <= 8
+    # What both had is not asked again; of the last question one alone may have kept its part.
+    assert sum(after[path] != time_ns for path, time_ns in before.items()) <= 1
     assert actors(head) == []
+
+
+def killed(head, url, probes):
+    """A driver one of whose processes is killed when two answers were kept."""
+    attempt, deadline = driver(head, url, probes), time.monotonic() + 600
+    while len(saved(probes)) < 2 and attempt.poll() is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    for victim in actors(head)[-1:]:
+        os.kill(victim, signal.SIGKILL)
+    return attempt

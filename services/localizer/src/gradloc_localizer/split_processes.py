@@ -9,10 +9,13 @@ import contextlib
 import datetime
 import logging
 import multiprocessing
+import os
+import signal
 import socket
+import threading
 import traceback
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any, Literal
@@ -145,10 +148,10 @@ def _started(url: str, options: Options, address: str) -> Iterator[list[tuple[Ba
 
 
 def _work(url: str, options: Options, rank: int, address: str, pipe: Connection) -> None:
-    from dataclasses import replace
-
     import torch
 
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all; the first one ends the others
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
         own = replace(options, device=device_of(options.device, rank, torch.cuda.device_count()))
     except SplitFailed as error:
@@ -160,6 +163,13 @@ def _work(url: str, options: Options, rank: int, address: str, pipe: Connection)
             pipe.send((stage, fraction))
 
     pipe.send(take_part(url, own, rank, address, progressed))
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    wait([parent.sentinel])
+    os._exit(1)
 
 
 def _watched(processes: Sequence[tuple[BaseProcess, Connection]], on_progress: Progress) -> list[Told | None]:
