@@ -1,6 +1,7 @@
 """A model split over two processes is explained as the whole one is."""
 
 import json
+import math
 import subprocess
 import sys
 from dataclasses import replace
@@ -63,12 +64,13 @@ def test_three_processes_and_a_whole_sequence(trainer, written, assert_same):
 
 @pytest.mark.full
 @pytest.mark.timeout(1_800)
-def test_what_is_not_finite_in_the_network(trainer, written):
-    """Found by bisection; who has no row must not bring in a NaN of its own."""
-    url = written(trainer.model(num_layers=2), fault=trainer.extra(3e38))
+def test_a_coefficient_that_is_not_finite(trainer, written):
+    """Who has no row must not bring in a NaN of its own."""
+    url = written(trainer.model(num_layers=2), fault=trainer.advantage(math.nan))
     alone, found = explain(url, ALONE)[1], split(url)
     assert alone.verdict == found.verdict == "non-finite" and alone.culprits
     assert [one.token for one in found.culprits] == [one.token for one in alone.culprits]
+    assert found.certificate.norm_without == pytest.approx(alone.certificate.norm_without, rel=1e-5)
 
 
 @pytest.mark.full
