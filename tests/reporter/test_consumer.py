@@ -1,18 +1,15 @@
 """Consuming streams: exactly once in effect, poison set aside, loss noticed, patience with Redis."""
 
-import itertools
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
-from pathlib import Path
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
 from gradloc_proto import messages as m
 from gradloc_proto import streams
-from gradloc_proto.bus import START, Entry
+from gradloc_proto.bus import START
 from gradloc_proto.codec import encode
 from gradloc_proto.memory_bus import MemoryBus
 from gradloc_proto.redis_bus import RedisBus
@@ -53,6 +50,19 @@ def test_a_run_is_found_in_the_registry_and_read_whole(
     assert steps_of(database, told.run_id) == list(range(1, 2000))
     assert consumer.consumption.rejected.total() == 0
     bus.close()
+
+
+def test_what_waits_in_many_runs_is_read_in_bounded_portions(kit: Any, told: Any, database: Database) -> None:
+    runs = [kit.Told(run_id=f"run-{number}") for number in range(64)]
+    bus = MemoryBus()
+    kit.tell(bus, *(message for one in runs for message in (one.started(), *(one.step(k, 0.4) for k in range(90)))))
+    consumer = Consumer(bus, database)
+    consumer.consume_once()  # the registry
+    before = consumer.consumption.consumed["steps"]
+    consumer.consume_once()
+    assert 0 < consumer.consumption.consumed["steps"] - before <= READ_TOTAL < 64 * 90
+    drain(consumer)
+    assert all(steps_of(database, one.run_id) == list(range(90)) for one in runs)
 
 
 def test_a_restart_goes_on_where_the_rows_end(kit: Any, told: Any, redis_server: Any, database: Database) -> None:
@@ -249,44 +259,3 @@ def test_steps_that_are_not_finite_are_kept_as_they_are(
     with database.reading() as session:
         points = Queries().steps(session, told.run_id, first=0, last=None, max_points=10).points
     assert math.isnan(points[0].grad_norm) and points[1].grad_norm == math.inf and points[2].grad_norm == 0.0
-
-
-class CountingBus(MemoryBus):
-    """Notes how many entries each read handed out."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.read_counts: list[int] = []
-
-    def read(self, cursors: Mapping[str, str], *, count: int, block_s: float | None = None) -> dict[str, list[Entry]]:
-        found = super().read(cursors, count=count, block_s=block_s)
-        self.read_counts.append(sum(map(len, found.values())))
-        return found
-
-
-def test_a_backlog_of_many_runs_is_never_in_memory_whole_and_news_do_not_wait_for_it(
-    kit: Any, told: Any, tmp_path: Path
-) -> None:
-    database = Database(f"sqlite:///{tmp_path / 'gradloc.sqlite'}")
-    bus, runs = CountingBus(), [replace(told, run_id=f"run-{number:03d}") for number in range(260)]
-    for run in runs:
-        kit.tell(bus, run.started(), *(run.step(step, 0.4) for step in range(1, 18)))
-    num_steps, incident = 260 * 17, runs[-1].opened()
-    num_read_when_known: list[int] = []
-
-    def look() -> None:
-        """After each commit. An incident opens as soon as steps are being read."""
-        num_read = consumer.consumption.consumed["steps"] - len(runs)  # announcements travel there, too
-        if num_read > len(runs) and not bus.length(streams.stream(runs[-1].run_id, "incidents")):
-            kit.tell(bus, incident)
-        with database.reading() as session:
-            if not num_read_when_known and Queries().incident(session, incident.incident_id) is not None:
-                num_read_when_known.append(num_read)
-
-    ticks = itertools.count()
-    consumer = Consumer(bus, database, on_commit=look, monotonic=lambda: float(next(ticks)))
-    drain(consumer)
-    assert steps_of(database, runs[-1].run_id) == list(range(1, 18))
-    assert max(bus.read_counts) <= READ_TOTAL < num_steps, "what is read at once does not grow with the runs"
-    assert 0 < num_read_when_known[0] < num_steps, "an incident does not wait for a backlog of steps"
-    database.close()

@@ -92,7 +92,7 @@ def concluded(url: str, ended: Sequence[Told | None]) -> tuple[Manifest, Finding
             f"process {dead[0] + 1} of {len(ended)} that hold the model died; another attempt goes on from what was "
             "kept (--probes)"
         )
-    for rank, told in sorted(enumerate(ended), key=lambda one: one[1] == WAITING):
+    for rank, told in sorted(enumerate(ended), key=lambda one: one[1] is not None and one[1].kind == WAITING.kind):
         if told is not None and told.finding is None:
             raise SplitFailed(f"process {rank + 1} of {len(ended)} that hold the model failed: {told.reason}")
     first = ended[0]

@@ -2,7 +2,6 @@
 
     read (registry and five streams a run) -> decode -> one transaction: rows + cursors -> say so
 
-What is to be told comes first: steps and limits are read after it, some at a time, and news are looked for between.
 A message that cannot be read or stored is counted and logged with the reason, never the content.
 A bus that does not answer costs one log line and patience. Knows nothing of Slack, HTTP or tables.
 """
@@ -28,13 +27,9 @@ log = logging.getLogger(__name__)
 _Place = tuple[str | None, streams.StreamName]  # the run and name of a stream; the registry has no run
 _Placed = tuple[str, streams.StreamName, Message]  # stream key, stream name, message
 
-POLL_S = 0.2  # news are seen this soon
-NEWS_COUNT = 64  # entries a stream and read
-BULK = frozenset({"steps", "limits"})  # many, and nobody waits for them: gathered for BULK_EVERY_S
-BULK_EVERY_S = 0.5
 READ_COUNT = 512  # entries a stream and read, of few runs: a transaction stays well under a second
-READ_TOTAL = 4_096  # of all streams read at a time: what waits does not fill the memory
-BULK_AT_ONCE = 512  # streams in one transaction: longer news do not wait
+READ_TOTAL = 4_096  # of steps that many runs' streams together are read at a time: what waits does not fill the memory
+POLL_S = 0.2  # new facts are seen this soon
 REST_S = 5.0  # runs that have ended and wait for nothing are looked at this often
 REWIND_CHECK_S = 30.0  # a cursor beyond its stream's end is noticed within the promised minute
 BACKOFF_MIN_S, BACKOFF_MAX_S = 0.5, 10.0
@@ -72,21 +67,14 @@ class Consumer:
         self._stopping = threading.Event()
         self._cursors: dict[str, str] | None = None
         self._rested_at = -REST_S
-        self._is_behind = True  # until a look found less than it asked for
-        self._looked_at = -POLL_S  # for news
         self._checked_at = -REWIND_CHECK_S
         self.consumption = Consumption()
 
     def run(self) -> None:
         backoff_s = 0.0
-        bulk_at = self._monotonic()
         while not self._stopping.is_set():
-            began = self._monotonic()
-            with_bulk = self._is_behind or began >= bulk_at
-            if with_bulk:
-                bulk_at = began + BULK_EVERY_S
             try:
-                self.consume_once(with_bulk=with_bulk)
+                busy = self.consume_once()
             except BusUnavailable as error:
                 self.consumption.bus_answers = False
                 backoff_s = self._trouble(backoff_s, f"{error}; going on when it answers")
@@ -100,8 +88,8 @@ class Consumer:
                     log.info("reading again")
                     self._checked_at = -REWIND_CHECK_S
                 backoff_s = 0.0
-                if not self._is_behind:
-                    self._stopping.wait(max(0.0, began + POLL_S - self._monotonic()))
+                if not busy:
+                    self._stopping.wait(POLL_S)
 
     def stop(self) -> None:
         self._stopping.set()
@@ -113,7 +101,7 @@ class Consumer:
         self._stopping.wait(backoff_s)
         return backoff_s
 
-    def consume_once(self, *, with_bulk: bool = True) -> bool:
+    def consume_once(self) -> bool:
         """Read what is new and commit it; says whether there was anything. Raises BusUnavailable."""
         if self._cursors is None:
             with self._database.reading() as session:
@@ -123,34 +111,15 @@ class Consumer:
         if now - self._checked_at >= REWIND_CHECK_S:
             self._rewind(keys)
             self._checked_at = now
-        news = [key for key, (run_id, name) in keys.items() if run_id is None or name not in BULK]
-        bulk = [key for key, (run_id, name) in keys.items() if run_id is not None and name in BULK]
-        self._is_behind = False
-        busy = self._look_for_news(news, keys)
-        for start in range(0, len(bulk) if with_bulk else 0, BULK_AT_ONCE):
-            if self._stopping.is_set():
-                return busy
-            if self._monotonic() - self._looked_at >= POLL_S:
-                busy |= self._look_for_news(news, keys)
-            group = bulk[start : start + BULK_AT_ONCE]
-            busy |= self._read(group, keys, min(READ_COUNT, READ_TOTAL // len(group)))
-        if with_bulk and not self._is_behind:
-            self.consumption.caught_up_at = self._monotonic()
-        return busy
-
-    def _look_for_news(self, news: list[str], keys: dict[str, _Place]) -> bool:
-        self._looked_at = self._monotonic()
-        return self._read(news, keys, NEWS_COUNT)
-
-    def _read(self, group: list[str], keys: dict[str, _Place], count: int) -> bool:
-        """At most `count` entries of each of these streams, committed; says whether there were any."""
-        assert self._cursors is not None
-        batches = self._bus.read({key: self._cursors.get(key, START) for key in group}, count=count)
+        num_runs = len(keys) // len(streams.STREAM_NAMES)
+        count = max(1, min(READ_COUNT, READ_TOTAL // max(1, num_runs)))
+        batches = self._bus.read({key: self._cursors.get(key, START) for key in keys}, count=count)
         self.consumption.bus_answers = True
         if batches:
             self._commit(batches, keys)
             self._on_commit()
-        self._is_behind |= any(len(entries) >= count for entries in batches.values())
+        if all(len(entries) < count for entries in batches.values()):
+            self.consumption.caught_up_at = self._monotonic()
         return bool(batches)
 
     def _keys(self) -> dict[str, _Place]:
