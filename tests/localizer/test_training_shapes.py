@@ -175,3 +175,13 @@ def test_rows_that_ran_as_one_in_bf16_are_replayed_as_one(trainer):
     finding = localize(Policy(copy.deepcopy(model), Meter(1000)), step.placed, replace(order, grad_norm=norm))
     assert finding.fidelity.replayed_norm == pytest.approx(norm, rel=1e-6)
     assert [(one.rank, one.sequence, one.token) for one in finding.culprits] == [(1, 2, 9)]
+
+
+def test_a_lone_packed_row_is_run_no_further_than_its_last_coefficient_where_that_is_asked(trainer):
+    step = trainer.faulty(trainer.model(), trainer.stale(6.0, row=0), num_rows=1, padding="right")
+    step = replace(step, ranks=[tuple(replace(batch, packed=True) for batch in batches) for batches in step.ranks])
+    policy = Policy(copy.deepcopy(step.model).to(torch.bfloat16).eval(), Meter(1000))
+    early = [torch.zeros_like(own) for own in coefficients_of(step.placed)]
+    early[0][0, 0] = 1.0
+    replay(policy, step.placed, early, by_row=True)
+    assert policy.meter.num_tokens_forward == step.placed[0].batch.first_position

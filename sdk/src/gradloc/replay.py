@@ -88,7 +88,7 @@ def replay_here(
     )
     for turn in policy.turns(parts):
         part = turn.part
-        if policy.replays_packed(part):
+        if not by_row and policy.replays_packed(part):
             computed_BR = policy.packed_log_probs(part.source)[:, : part.num_columns]
         else:
             computed_BR = policy.log_probs_in(turn)
