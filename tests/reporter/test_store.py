@@ -103,6 +103,19 @@ def test_order_repetition_and_batching_change_nothing(kit: Any, tmp_path: Path, 
     shuffled.close()
 
 
+def test_a_snapshot_that_comes_after_its_incident_is_shown_with_it(kit: Any, tmp_path: Path) -> None:
+    messages = a_whole_story(kit)
+    taken = [message for message in messages if isinstance(message, m.SnapshotCommitted)]
+    at_once, later = (Database(f"sqlite:///{tmp_path}/{name}.sqlite") for name in ("a", "b"))
+    fold(at_once, *messages)
+    fold(later, *(message for message in messages if message not in taken))
+    assert contents(at_once) != contents(later)
+    fold(later, *taken)
+    assert contents(at_once) == contents(later)
+    at_once.close()
+    later.close()
+
+
 def test_the_worst_spike_and_the_highest_finished_attempt_win(kit: Any, database: Database) -> None:
     messages = a_whole_story(kit)
     fold(database, *messages)

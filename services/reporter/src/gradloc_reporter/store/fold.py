@@ -11,7 +11,7 @@ from sqlalchemy.orm import Session
 
 from gradloc_proto import messages as m
 from gradloc_proto.streams import StreamName
-from gradloc_reporter.store import incident_facts, run_facts, summaries
+from gradloc_reporter.store import incident_facts, run_facts, snapshot_records, summaries
 
 ALLOWED: dict[StreamName, tuple[type[m.Message], ...]] = {
     "steps": (m.RunStarted, m.StepObserved, m.SnapshotCommitted, m.SnapshotFailed, m.RunEnded),
@@ -32,6 +32,7 @@ class Fold:
         session.info.pop("runs", None)  # locked by a transaction inside ours that may have been rolled back
         self._steps: list[m.StepObserved] = []
         self._incidents: set[str] = set()
+        self._snapshots: set[tuple[str, int, int]] = set()  # run, attempt and step: their incidents change, too
 
     def apply_all(self, messages: Sequence[m.Message]) -> None:
         run_facts.runs_locked(self._session, {message.run_id for message in messages})
@@ -50,7 +51,8 @@ class Fold:
             case m.RunEnded():
                 run_facts.run_ended(self._session, message)
             case m.SnapshotCommitted() | m.SnapshotFailed():
-                run_facts.snapshot_told(self._session, message)
+                step = run_facts.snapshot_told(self._session, message)
+                self._snapshots.add((message.run_id, message.attempt, step))
             case m.LimitsChanged():
                 run_facts.limits_changed(self._session, message)
             case m.StreamGapNoticed():
@@ -78,5 +80,7 @@ class Fold:
         run_facts.steps_observed(self._session, self._steps)
         self._steps = []
         self._session.flush()
+        for run_id, attempt, step in sorted(self._snapshots):
+            self._incidents.update(snapshot_records.incidents_of(self._session, run_id, attempt, step))
         summaries.refresh(self._session, self._incidents, now=self._clock())
-        self._incidents = set()
+        self._incidents, self._snapshots = set(), set()

@@ -230,7 +230,8 @@ def _step_values(message: StepObserved) -> dict[str, Any]:
     }
 
 
-def snapshot_told(session: Session, message: SnapshotCommitted | SnapshotFailed) -> None:
+def snapshot_told(session: Session, message: SnapshotCommitted | SnapshotFailed) -> int:
+    """Gives the step whose snapshot it is."""
     values: dict[str, Any] = {
         "message_key": message.key(),
         "run_id": message.run_id,
@@ -249,6 +250,7 @@ def snapshot_told(session: Session, message: SnapshotCommitted | SnapshotFailed)
     else:
         values |= {"failure": message.reason}
     insert_new(session, SnapshotRow, [values])
+    return int(values["step"])
 
 
 def gap_noticed(session: Session, message: StreamGapNoticed) -> None:

@@ -102,7 +102,7 @@ def removed(session: Session, place: Place, reason: str, *, place_of: PlaceOf, n
         if row.path is None or place_of(row) != place:
             continue
         row.removed_at = now
-        named = _incidents_of(session, row)
+        named = incidents_of(session, row.run_id, row.attempt, row.step)
         nobody: list[str | None] = [None]
         for incident_id in named or nobody:
             key = f"snapshot-removed-{row.message_key}-{incident_id or ''}"
@@ -111,10 +111,11 @@ def removed(session: Session, place: Place, reason: str, *, place_of: PlaceOf, n
         summaries.refresh(session, named, now=now)
 
 
-def _incidents_of(session: Session, row: SnapshotRow) -> list[str]:
+def incidents_of(session: Session, run_id: str, attempt: int, step: int) -> list[str]:
+    """Ids of the incidents that name this step."""
     here: Iterable[str] = session.scalars(
         select(SpikeRow.incident_id)
-        .where(SpikeRow.run_id == row.run_id, SpikeRow.attempt == row.attempt, SpikeRow.step == row.step)
+        .where(SpikeRow.run_id == run_id, SpikeRow.attempt == attempt, SpikeRow.step == step)
         .distinct()
     )
     return sorted(here)
