@@ -2,11 +2,9 @@
 
     python tests/faults/soak.py --seconds 1800 --warm-up 1500 --json
 
-Two trainers publish thirty steps a second each, with a spike now and then, to the real services. Their streams are at
+Two trainers publish sixty steps a second each, with a spike now and then, to the real services. Their streams are at
 their bound from the start, so that Redis does not grow either. After a warm-up, in which caches and pools fill,
-memory, descriptors and threads of each process are noted every few seconds. The slope of memory is that of the medians
-of ten equal stretches (least squares), with its interval at 95 % (Student's t, eight degrees of freedom): medians of
-stretches, because samples seconds apart are no independent ones.
+memory, descriptors and threads of each process are noted every few seconds; slope.py says what a slope is.
 
 Beside what the system counts (`memory`) stands what is in use of it, as the processes themselves say (alive/): blocks
 of Python's objects and bytes of the C heap; of Redis its own count without the streams of incidents and wishes, which
@@ -16,8 +14,8 @@ or threads have grown.
 
 import argparse
 import json
-import math
 import os
+import random
 import statistics
 import sys
 import tempfile
@@ -28,39 +26,36 @@ from typing import Any
 
 from chaos import commit
 from child import Child
-from trainer import LAYERS
+from slope import NUM_STRETCHES, slope_of
+from trainer import observed
 from world import World
 
 from gradloc.workstation.processes import interruptible
 from gradloc_proto import codec, streams
-from gradloc_proto.messages import StepObserved
-from gradloc_proto.redis_bus import RedisBus
 
-NUM_STRETCHES = 10
-STUDENT_T_975_OF_8 = 2.306
 LOOK_EVERY_S = 2.0
 MB = 1e6
-# With as many digits as real ones have: a stream is as large then as it will be.
-NORM, CALM = 1.0123456789012345, dict.fromkeys(LAYERS, 0.5061728394506172)
 
 
 class CalmWorld(World):
     num_runs = 2
-    rate = 30.0
+    rate = 60.0
     spike_every = 900.0
     far = ()
     num_past = streams.STREAM_LENGTH_MAX["steps"]
 
     def start_trainer(self, run: str, first_step: int) -> None:
-        """It goes on where a long past ended: the run's stream is full."""
-        num_steps = self.num_past
-        bus = RedisBus(self.url())
-        for start in range(first_step, num_steps, 1_000):
-            numbers = range(start, min(start + 1_000, num_steps))
-            data = [codec.encode(_past(run, step)) for step in numbers]
-            bus.append(streams.stream(run, "steps"), data, length_max=streams.STREAM_LENGTH_MAX["steps"])
-        bus.close()
-        super().start_trainer(run, num_steps)
+        """It goes on where a long past ended: the run's stream is full, of entries and ids such as those to come."""
+        key, dice, began_ms = streams.stream(run, "steps"), random.Random(f"{self.seed}/{run}"), time.time() * 1e3
+        with self.client() as client:
+            for start in range(first_step, self.num_past, 1_000):
+                pipeline = client.pipeline(transaction=False)
+                for step in range(start, min(start + 1_000, self.num_past)):
+                    message = observed(run, 0, step, dice.lognormvariate(0.0, 0.1), False, 0)
+                    at_ms = int(began_ms - (self.num_past - step) * 1e3 / self.rate)
+                    pipeline.xadd(key, {"m": codec.encode(message)}, id=f"{at_ms}-0")
+                pipeline.execute()
+        super().start_trainer(run, self.num_past)
 
 
 @dataclass
@@ -105,26 +100,10 @@ class Watched:
         }
 
 
-def slope_of(points: list[tuple[float, float]]) -> tuple[float, float]:
-    """Least squares over the medians of stretches: slope, and half the width of its interval at 95 %."""
-    size = len(points) / NUM_STRETCHES
-    stretches = [points[round(n * size) : round((n + 1) * size)] for n in range(NUM_STRETCHES)]
-    xs = [statistics.fmean(x for x, _ in one) for one in stretches]
-    ys = [statistics.median(y for _, y in one) for one in stretches]
-    slope, start = statistics.linear_regression(xs, ys)
-    spread = sum((x - statistics.fmean(xs)) ** 2 for x in xs)
-    residual = sum((y - start - slope * x) ** 2 for x, y in zip(xs, ys, strict=True)) / (NUM_STRETCHES - 2)
-    return slope, STUDENT_T_975_OF_8 * math.sqrt(residual / spread)
-
-
 def _per_h(points: list[tuple[float, float]]) -> list[float]:
     """Slope an hour, and its interval."""
     slope, half_width = slope_of(points)
     return [round(3_600 * value, 3) for value in (slope, slope - half_width, slope + half_width)]
-
-
-def _past(run: str, step: int) -> StepObserved:
-    return StepObserved(run_id=run, ts=time.time(), step=step, grad_norm=NORM, layer_norms=CALM, num_tokens=1_000)
 
 
 class YoungWorld(CalmWorld):
@@ -173,10 +152,9 @@ def _redis_bytes(world: World) -> int:
 
 
 def grows(row: dict[str, Any]) -> bool:
-    lowest = [row[name][1] for name in ("heap_mb_per_h", "kblocks_per_h") if name in row] or row["interval_mb_per_h"][
-        :1
-    ]
-    return max(lowest) > 0 or row["files"][1] > row["files"][0] or row["threads"][1] > row["threads"][0]
+    in_use = [row[name][1] for name in ("heap_mb_per_h", "kblocks_per_h") if name in row]
+    grown = row["files"][1] > row["files"][0] or row["threads"][1] > row["threads"][0]
+    return max([row["interval_mb_per_h"][0], *in_use]) > 0 or grown
 
 
 def main() -> None:

@@ -24,6 +24,20 @@ def is_spike(seed: int, run: str, attempt: int, number: int, every: float) -> bo
     return number >= CALM_STEPS and random.Random(f"{seed}/{run}/{attempt}/{number}").random() < 1 / every
 
 
+def observed(run: str, attempt: int, step: int, norm: float, spike: bool, num_dropped: int) -> StepObserved:
+    return StepObserved(
+        run_id=run,
+        attempt=attempt,
+        ts=time.time(),
+        step=step,
+        grad_norm=norm,
+        layer_norms=dict.fromkeys(LAYERS, norm / 2),
+        num_tokens=1_000,
+        rules_hit=("norm",) if spike else (),
+        num_events_dropped=num_dropped,
+    )
+
+
 def main(arguments: list[str]) -> None:
     url, run, attempt, first, num, rate, seed, truth, spike_every = arguments
     bus = RedisBus(url)
@@ -46,19 +60,7 @@ def main(arguments: list[str]) -> None:
             spike = is_spike(int(seed), run, int(attempt), number, float(spike_every))
             norm = dice.lognormvariate(0.0, 0.1) * (dice.uniform(50, 500) if spike else 1.0)
             lines.write(f"{attempt} {step} {int(spike)}\n")
-            publisher.put(
-                StepObserved(
-                    run_id=run,
-                    attempt=int(attempt),
-                    ts=time.time(),
-                    step=step,
-                    grad_norm=norm,
-                    layer_norms=dict.fromkeys(LAYERS, norm / 2),
-                    num_tokens=1_000,
-                    rules_hit=("norm",) if spike else (),
-                    num_events_dropped=publisher.num_dropped,
-                )
-            )
+            publisher.put(observed(run, int(attempt), step, norm, spike, publisher.num_dropped))
             step += 1
             due += 1 / float(rate)
             time.sleep(max(0.0, due - time.monotonic()))

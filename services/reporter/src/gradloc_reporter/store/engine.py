@@ -133,7 +133,8 @@ def _engine(url: URL) -> Engine:
         event.listen(engine, "checkin", _remember_use)
         event.listen(engine, "checkout", _ping_if_idle)
         return engine
-    engine = create_engine(url, connect_args={"timeout": SQLITE_BUSY_S}, hide_parameters=True)
+    # The connection of last, and its caches, rather than all of the pool in turn, each with caches of its own.
+    engine = create_engine(url, connect_args={"timeout": SQLITE_BUSY_S}, hide_parameters=True, pool_use_lifo=True)
     event.listen(engine, "connect", _prepare_sqlite)
     event.listen(engine, "begin", _begin_sqlite)
     return engine
