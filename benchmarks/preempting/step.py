@@ -5,7 +5,8 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from gradloc.layers import layer_key
-from gradloc.snapshot import Manifest, MicroBatch, collect_parts, write_manifest, write_part, write_weights
+from gradloc.manifest import Manifest
+from gradloc.snapshot import MicroBatch, collect_parts, write_manifest, write_part, write_weights
 from gradloc.store import Store
 
 VOCABULARY = 64

@@ -20,16 +20,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from gradloc.fidelity import StepFacts
 from gradloc.layers import layer_key
+from gradloc.manifest import Manifest
 from gradloc.policy import Meter, PlacedBatch, Policy, place
-from gradloc.snapshot import (
-    Manifest,
-    MicroBatch,
-    collect_parts,
-    write_manifest,
-    write_part,
-    write_tokenizer,
-    write_weights,
-)
+from gradloc.snapshot import MicroBatch, collect_parts, write_manifest, write_part, write_tokenizer, write_weights
 from gradloc.store import Store
 
 VOCABULARY = 48

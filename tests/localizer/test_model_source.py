@@ -115,7 +115,8 @@ def factory_module(monkeypatch):
 
 
 def test_an_allowed_factory_builds_the_model(trainer, tmp_path, factory_module):
-    from gradloc.snapshot import Manifest, MicroBatch, collect_parts, write_manifest, write_part, write_weights
+    from gradloc.manifest import Manifest
+    from gradloc.snapshot import MicroBatch, collect_parts, write_manifest, write_part, write_weights
     from gradloc.store import Store
 
     model = Counted()

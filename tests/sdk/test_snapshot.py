@@ -8,8 +8,8 @@ import pytest
 import torch
 from safetensors.torch import load
 
+from gradloc.manifest import Manifest
 from gradloc.snapshot import (
-    Manifest,
     MicroBatch,
     SnapshotRejected,
     collect_parts,

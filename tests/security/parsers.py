@@ -16,7 +16,8 @@ from safetensors.torch import save
 
 from gradloc.checks.documents import DocumentRejected, check_document, read_document
 from gradloc.checks.log_series import read_log
-from gradloc.snapshot import MANIFEST, Manifest, MicroBatch, RankPart, SnapshotRejected, open_snapshot, write_part
+from gradloc.manifest import Manifest, RankPart
+from gradloc.snapshot import MANIFEST, MicroBatch, SnapshotRejected, open_snapshot, write_part
 from gradloc.store import Store
 from gradloc.trace_replay import files
 from gradloc_detector import state as checkpoints

@@ -18,7 +18,8 @@ from rich.console import Console
 from gradloc.checks.finding import Report, finding
 from gradloc.checks.log_series import read_log
 from gradloc.checks.printing import report_lines
-from gradloc.snapshot import MANIFEST, MANIFEST_BYTES_MAX, Manifest, SnapshotRejected, open_snapshot
+from gradloc.manifest import Manifest
+from gradloc.snapshot import MANIFEST, MANIFEST_BYTES_MAX, SnapshotRejected, open_snapshot
 from gradloc.tail import line_of
 from gradloc.trace_replay import files
 from gradloc.workstation.redis import EmbeddedRedis

@@ -34,11 +34,12 @@ from gradloc.head import Head
 from gradloc.healthy_reference import FIRST_AFTER_STEPS, ReferencePlan
 from gradloc.inline import InlineLocalizer
 from gradloc.inline_work import SpikedStep
+from gradloc.manifest import Manifest
 from gradloc.model_inputs import BYTES_MAX, placeholders_of
 from gradloc.model_record import AutocastSeen, ModelRecord, texts_of, tokenizer_json_of, unwrapped
 from gradloc.norms import LayerNorms
 from gradloc.publisher import Publisher
-from gradloc.snapshot import Manifest, MicroBatch
+from gradloc.snapshot import MicroBatch
 from gradloc.snapshot_writer import Order, SnapshotWriter, host_batch, host_copy, is_sharded
 from gradloc.step_message import step_message
 from gradloc.store import Store

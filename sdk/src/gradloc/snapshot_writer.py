@@ -14,7 +14,8 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from gradloc import snapshot
-from gradloc.snapshot import TENSOR_FIELDS, FileRecord, Manifest, MicroBatch
+from gradloc.manifest import FileRecord, Manifest
+from gradloc.snapshot import TENSOR_FIELDS, MicroBatch
 from gradloc.store import Store
 from gradloc_proto.messages import Message, SnapshotCommitted, SnapshotFailed
 

@@ -13,9 +13,10 @@ from torch import Tensor
 
 from gradloc.fidelity import StepFacts, fidelity_of, healthy_error_of
 from gradloc.localization import Progress, Strategy, localize
+from gradloc.manifest import Manifest
 from gradloc.policy import Meter, PlacedBatch, Policy, place
 from gradloc.replay import coefficients_of, replay
-from gradloc.snapshot import Manifest, Snapshot, SnapshotRejected, open_snapshot
+from gradloc.snapshot import Snapshot, SnapshotRejected, open_snapshot
 from gradloc.split import Split
 from gradloc.store import Store
 from gradloc.weight_files import WeightFiles, of_checkpoint, of_snapshot

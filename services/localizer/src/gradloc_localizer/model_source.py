@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from gradloc.snapshot import Manifest, Snapshot
+from gradloc.manifest import Manifest
+from gradloc.snapshot import Snapshot
 from gradloc_proto.plain_text import visible
 
 ATTENTION_KERNELS = ("eager", "sdpa", "flash_attention_2")

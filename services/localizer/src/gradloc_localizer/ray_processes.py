@@ -13,7 +13,8 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from gradloc.localization import Progress
-from gradloc.snapshot import Manifest, open_snapshot
+from gradloc.manifest import Manifest
+from gradloc.snapshot import open_snapshot
 from gradloc_localizer.driver import Options
 from gradloc_localizer.ray_replicas import ENVIRONMENT, POLL_S, connect
 from gradloc_localizer.split_processes import (

@@ -16,8 +16,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from gradloc.layers import is_block
+from gradloc.manifest import Manifest
 from gradloc.shards import first_row, local
-from gradloc.snapshot import Manifest
 from gradloc.split import Split
 from gradloc.weight_files import WeightFiles
 from gradloc_localizer.model_source import ModelRejected, dtype_of, empty_model, trainable

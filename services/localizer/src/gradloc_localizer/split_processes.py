@@ -21,7 +21,8 @@ from multiprocessing.process import BaseProcess
 from typing import Any, Literal
 
 from gradloc.localization import Progress
-from gradloc.snapshot import Manifest, SnapshotRejected, open_snapshot
+from gradloc.manifest import Manifest
+from gradloc.snapshot import SnapshotRejected, open_snapshot
 from gradloc_localizer.driver import Options, explain, place_of
 from gradloc_localizer.model_source import ModelRejected
 from gradloc_proto.messages import Finding
