@@ -4,7 +4,7 @@
     python benchmarks/natural_spikes.py --json --quick      1 seed, 60 steps: shows that it runs
     python benchmarks/natural_spikes.py --json --resume F   lines go to F; seeds finished in it are not run again
 
-The natural setting of benchmarks/remedies.py: a tiny policy that sorts digits, 220 supervised steps, then GRPO of
+The harsh setting of benchmarks/remedies.py: a tiny policy that sorts digits, 220 supervised steps, then GRPO of
 12 x 8 with PPO's clip at learning rate 1e-4, answers sampled (top-p .999) by a copy of 3 bits that is 8 steps stale
 and reports the log-probability it sampled with. A spike: more than four times the median of the last 32 calm
 norms; that bar is the limit of the localization. The oracle has every token's share by a float64 backward pass.
@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 import torch
 from staircase.policy import PROMPT_LENGTH, InferenceCopy, logp_of, pretrained
-from staircase.run import NATURAL, SPIKE_FACTOR, SPIKE_WINDOW, _rollout, token_losses
+from staircase.run import HARSH, SPIKE_FACTOR, SPIKE_WINDOW, _rollout, token_losses
 from torch import Tensor
 
 from gradloc.fidelity import StepFacts
@@ -39,7 +39,7 @@ from gradloc.policy import Meter, Policy, place
 from gradloc.snapshot import MicroBatch
 
 NUM_SEEDS = 6
-SETTING = NATURAL
+SETTING = HARSH
 NUM_CALM_MIN = 8
 
 

@@ -1,11 +1,12 @@
 """The staircase of stability: how long GRPO runs last under each remedy, with and without planted faults.
 
-    python benchmarks/remedies.py --json            5 seeds, every remedy, both settings; an hour or two on 2 cores
+    python benchmarks/remedies.py --json            5 seeds, every remedy, all settings; an hour or two on 2 cores
     python benchmarks/remedies.py --json --quick    one seed, a few steps: shows that it runs
 
-Written down before the first run of seeds 301 to 305, which are the ones reported. Seen before, so not
-reported: 1 to 5 (LayerClip's first limits), 100 to 120 (learning rates, fault rates, lengths), 201 to 206
-(LayerClip's present limits).
+Written down before the first run of seeds 401 to 405, which are the ones reported. Seen before, so not
+reported: 1 to 5 (LayerClip's first limits), 100 to 120 (learning rates, fault rates, lengths, the schedule of the
+layer fault, the natural copy), 201 to 206 (LayerClip's present limits, what keeps its cosine under the bound), 301
+to 305 (reported of the settings before these: a layer fault in one step of three, which no run collapsed of).
 
 Collapse. The first step whose trailing mean reward over 10 steps is below half of the mean reward of the
 run's first 20 steps, or after which a weight is not finite. A run stops there. One that never collapses
@@ -15,25 +16,38 @@ Spike. A step whose gradient norm, after TokenClip and SeqClip but before LayerC
 finite or above 4 times the median of the last 32 norms that were no spikes.
 
 Expected order, planted: none < TokenClip < + SeqClip < + LayerClip in steps until collapse, for the faults
-set in one after another as in GradLoc's article: token mismatches first, wrong temperature on some replicas
-next, layer explosions last. Natural: the same order or a tie where nothing collapses; spikes with TokenClip
-at most 10 % of those without; LayerClip makes no difference to loss-side spikes; some final reward is lost
-to clipping. The trainer's own clipping to norm 1 stays on in all four; the published clippers take its place.
+set in one after another as in GradLoc's article: token mismatches first, wrong temperature on most replicas
+next, layer explosions last. Seen on seed 112: + SeqClip 132, + LayerClip 155. The last
+gap is small: a struck answer also sends a gradient of usual size into the layers that do not explode; the trainer's
+own clip shrinks that to nothing together with the explosion, LayerClip lets it through.
 
-The policy is a four-layer Qwen3-shaped transformer that sorts seven digits (verifiable reward), pretrained
-on noisy demonstrations; 8 prompts of 8 answers a step, AdamW (.9, .95). The natural setting's inference copy
-has 3-bit weights, is up to 8 steps stale and samples with top-p; its logp are truthful. The planted setting's
-copy is exact.
+Expected, natural: no collapse, spikes few. Those of seed 101 were attributed: without a remedy the largest token had
+a ratio of 6 to 8, and TokenClip (2 spikes in 300 steps, as without it) left tokens with a ratio of 2.6 and 3.5 whose
+grad logp was ten times the usual, in the embedding and the lower layers: spikes of type B, made worse by a ratio within
+its bounds. So a tenth of the spikes is NOT expected of TokenClip here; fewer of those of type A are.
+
+Single steps. The bound, sqrt(1 - the clipped layers' healthy share of the squared norm), supposes that the struck
+answer leaves nothing in the other layers. It does, at their usual norms, so that no rule about norms can see it; of
+44 steps of seeds 201 to 206 LayerClip was within .05 of the bound in 36, and within .03 of the best that any
+scaling of whole layers could reach (`best`) in all. Expected of the reported seeds: about four of five within .05 of
+the bound, all within .05 of `best`. Healthy steps: untouched in 99.9 %.
+
+The policy is a four-layer Qwen3-shaped transformer that sorts seven digits (verifiable reward), pretrained on noisy
+demonstrations; AdamW (.9, .95). The trainer's own clipping to norm 1 stays on in all four; the published clippers
+take its place. Planted: 8 prompts of 8 answers a step, an exact copy.
+Natural: 12 prompts of 8, the copy in fp8 (E4M3) and up to 4 steps stale; it reports the logp that it samples with.
+The harsh setting, reported until seed 305: a copy of 3-bit weights, up to 8 steps stale, top-p .999.
 
 Last line with --json: {"remedies": [{name, natural, seeds, steps_to_collapse_median, survival,
 reward_final_median, spikes}], "layerclip_cosine", "global_clip_cosine", ...}.
 """
 
 import argparse
+import functools
 import json
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -42,39 +56,56 @@ import torch
 from staircase import single
 from staircase.picture import survival_svg
 from staircase.policy import pretrained
-from staircase.run import NATURAL, OTHERS, PLANTED, STAIRCASE, Setting, Variant, spikes, train
+from staircase.run import HARSH, NATURAL, OTHERS, PLANTED, STAIRCASE, Setting, Variant, spikes, train
 
 FINAL_STEPS = 20
+HEALTHY_STEPS = 600
+VARIANTS = (*STAIRCASE, *OTHERS)
+
+
+class Kept:
+    """Finished parts, by setting, variant and seed, as lines of a file where one is given; none is run twice."""
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+        self._known: dict[tuple[str, str, int], dict[str, Any]] = {}
+        if path is not None and path.exists():
+            for line in path.read_text().splitlines():
+                part = json.loads(line)
+                self._known[part["setting"], part["variant"], part["seed"]] = part
+
+    def part(self, setting: str, variant: str, seed: int, made: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        key = (setting, variant, seed)
+        if key not in self._known:
+            self._known[key] = {"setting": setting, "variant": variant, "seed": seed} | made()
+            sys.stderr.write(f"{key}: {described(self._known[key])}\n")
+            if self._path is not None:
+                with self._path.open("a") as lines:
+                    lines.write(json.dumps(self._known[key]) + "\n")
+        return self._known[key]
 
 
 def runs(
-    settings: Sequence[Setting], variants: Sequence[Variant], seeds: Sequence[int], kept: Path | None
+    settings: Sequence[Setting], variants: Sequence[Variant], seeds: Sequence[int], kept: Kept
 ) -> list[dict[str, Any]]:
-    """Outcomes as dictionaries; those in `kept` are not run again, new ones are added to it."""
-    known = {}
-    if kept is not None and kept.exists():
-        for line in kept.read_text().splitlines():
-            outcome = json.loads(line)
-            known[outcome["setting"], outcome["variant"], outcome["seed"]] = outcome
-    found = []
-    for seed in seeds:
-        for setting in settings:
-            weights = None
-            for variant in variants:
-                key = (setting.name, variant.name, seed)
-                if key not in known:
-                    if weights is None:
-                        weights = pretrained(seed, setting.pretraining_steps, setting.swap).state_dict()
-                    known[key] = train(setting, variant, seed, weights).as_dict()
-                    if kept is not None:
-                        with kept.open("a") as lines:
-                            lines.write(json.dumps(known[key]) + "\n")
-                    sys.stderr.write(f"{key}: {described(known[key])}\n")
-                found.append(known[key])
-    return found
+    @functools.cache
+    def weights(setting: Setting, seed: int) -> dict[str, torch.Tensor]:
+        return pretrained(seed, setting.pretraining_steps, setting.swap, setting.embedding_rms).state_dict()
+
+    def made(setting: Setting, variant: Variant, seed: int) -> dict[str, Any]:
+        return train(setting, variant, seed, weights(setting, seed)).as_dict()
+
+    return [
+        kept.part(setting.name, variant.name, seed, functools.partial(made, setting, variant, seed))
+        for seed in seeds
+        for setting in settings
+        for variant in variants
+    ]
 
 
 def described(outcome: dict[str, Any]) -> str:
+    if "rewards" not in outcome:
+        return "done"
     return f"collapse {outcome['collapsed_at']}, final reward {statistics.fmean(outcome['rewards'][-FINAL_STEPS:]):.2f}"
 
 
@@ -86,7 +117,8 @@ def row(setting: Setting, variant: Variant, outcomes: Sequence[dict[str, Any]]) 
     curve = [[at, sum(last >= at for last in lasted) / len(lasted)] for at in range(0, setting.num_steps + 1, 10)]
     return {
         "name": variant.name,
-        "natural": setting.name == NATURAL.name,
+        "setting": setting.name,
+        "natural": setting.name != PLANTED.name,
         "seeds": [one["seed"] for one in mine],
         "steps_to_collapse": lasted,
         "steps_to_collapse_median": statistics.median(lasted),
@@ -107,17 +139,28 @@ def row(setting: Setting, variant: Variant, outcomes: Sequence[dict[str, Any]]) 
     }
 
 
-def single_steps(seeds: Sequence[int], quick: bool) -> dict[str, Any]:
-    pretraining_steps = 60 if quick else PLANTED.pretraining_steps  # of the healthy runs; events are the demo's
-    found = [event for seed in seeds for event in single.events(seed, 1 if quick else 3)]
+def single_steps(seeds: Sequence[int], quick: bool, kept: Kept) -> dict[str, Any]:
+    def events(seed: int) -> dict[str, Any]:
+        return {"events": [asdict(event) for event in single.events(seed, 1 if quick else 3)]}
+
+    def healthy(seed: int) -> dict[str, Any]:
+        return asdict(single.healthy(seed, 25 if quick else HEALTHY_STEPS, 60 if quick else PLANTED.pretraining_steps))
+
+    struck = [kept.part("events", "LayerClip", seed, functools.partial(events, seed)) for seed in seeds]
+    calm = [kept.part("healthy", "+ LayerClip", seed, functools.partial(healthy, seed)) for seed in seeds]
+    found = [single.Event(**event) for part in struck for event in part["events"]]
     layer = [event for event in found if event.fault == "layer" and event.layers]
     token = [event for event in found if event.fault == "token" and event.layers]
-    healthy = [single.healthy(seed, 25 if quick else 300, pretraining_steps) for seed in seeds]
-    num_steps, touched, acted, num_spikes = (sum(column) for column in zip(*healthy, strict=True))
+    num_steps, touched = (sum(part[name] for part in calm) for name in ("num_steps", "num_touched"))
+    below = [event.cosine_layer_clip - event.bound for event in layer]
     return {
         "layerclip_cosine": _median(event.cosine_layer_clip for event in layer),
         "global_clip_cosine": _median(event.cosine_global_clip for event in layer),
-        "layerclip_cosine_minus_bound_min": min((e.cosine_layer_clip - e.bound for e in layer), default=None),
+        "layerclip_cosine_minus_bound_min": min(below, default=None),
+        "layerclip_cosine_minus_bound_median": _median(below),
+        "layer_events_within_05_of_bound": sum(one >= -0.05 for one in below),
+        "layerclip_cosine_minus_best_min": min((e.cosine_layer_clip - e.best for e in layer), default=None),
+        "layer_events_whose_best_is_within_05_of_bound": sum(e.best - e.bound >= -0.05 for e in layer),
         "layer_events": len(layer),
         "layer_events_without_action": sum(event.fault == "layer" and not event.layers for event in found),
         "layerclip_cosine_loss_side": _median(event.cosine_layer_clip for event in token),
@@ -125,9 +168,10 @@ def single_steps(seeds: Sequence[int], quick: bool) -> dict[str, Any]:
         "healthy_steps": num_steps,
         "healthy_steps_touched_by_layerclip": touched,
         "healthy_steps_untouched": 1 - touched / num_steps,
-        "healthy_tokens_or_sequences_acted_on": acted - touched,
-        "healthy_spikes": num_spikes,
+        "healthy_tokens_or_sequences_acted_on": sum(part["num_others"] for part in calm),
+        "healthy_spikes": sum(part["num_spikes"] for part in calm),
         "overhead": single.overhead(5 if quick else 40),
+        "event_seeds": list(seeds),
         "events": [asdict(event) for event in found],
     }
 
@@ -141,36 +185,38 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", action="store_true", help="one JSON object as the last line")
     parser.add_argument("--quick", action="store_true", help="one seed, a few steps")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[301, 302, 303, 304, 305])
-    parser.add_argument("--only", choices=["planted", "natural", "single"], help="this part alone")
-    parser.add_argument("--staircase", action="store_true", help="without the published clippers")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[401, 402, 403, 404, 405])
+    parser.add_argument("--only", choices=["planted", "natural", "harsh", "single"], help="this part alone")
+    parser.add_argument("--remedies", nargs="+", choices=[one.name for one in VARIANTS], help="these alone")
     parser.add_argument("--runs", type=Path, help="JSON lines of finished runs: read, and added to")
     parser.add_argument("--picture", type=Path, help="write the survival curves there, as SVG")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    settings = [one for one in (PLANTED, NATURAL) if arguments.only in (None, one.name)]
-    seeds, variants = arguments.seeds, STAIRCASE if arguments.staircase else (*STAIRCASE, *OTHERS)
+    settings = [one for one in (PLANTED, NATURAL, HARSH) if arguments.only in (None, one.name)]
+    seeds, variants = arguments.seeds, VARIANTS
+    if arguments.remedies is not None:
+        variants = tuple(one for one in VARIANTS if one.name in arguments.remedies)
     if arguments.quick:
         settings = [replace(one, num_steps=26, num_groups=2, pretraining_steps=60) for one in settings]
         seeds, variants = seeds[:1], STAIRCASE
-    outcomes = runs(settings, variants, seeds, arguments.runs)
+    kept = Kept(arguments.runs)
+    outcomes = runs(settings, variants, seeds, kept)
     result: dict[str, Any] = {
         "remedies": [row(setting, variant, outcomes) for setting in settings for variant in variants],
         "torch": torch.__version__,
     }
     if arguments.only in (None, "single"):
-        result |= single_steps(seeds, arguments.quick)
+        result |= single_steps(seeds, arguments.quick, kept)
     if arguments.picture is not None:
-        arguments.picture.write_text(survival_svg(result["remedies"]))
+        arguments.picture.write_text(survival_svg([one for one in result["remedies"] if one["setting"] != HARSH.name]))
     sys.stdout.write(json.dumps(result) + "\n" if arguments.json else table(result))
 
 
 def table(result: dict[str, Any]) -> str:
     lines = ["setting  remedy        steps  survived  final reward  spikes"]
     for one in result["remedies"]:
-        setting = "natural" if one["natural"] else "planted"
         lines.append(
-            f"{setting}  {one['name']:12}  {one['steps_to_collapse_median']:5.0f}  {one['survival']:8.1f}  "
+            f"{one['setting']:7}  {one['name']:12}  {one['steps_to_collapse_median']:5.0f}  {one['survival']:8.1f}  "
             f"{one['reward_final_median']:12.2f}  {one['spikes']:6d}"
         )
     lines += [f"{name}: {value}" for name, value in result.items() if name not in ("remedies", "events")]

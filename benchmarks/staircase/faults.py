@@ -11,7 +11,6 @@ Answers are dealt out to NUM_REPLICAS replicas in turn. Shapes: B rows, T positi
 S positions of one context, H width.
 """
 
-import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,12 +18,18 @@ import numpy as np
 import torch
 from staircase.policy import PROMPT_LENGTH, RARE_IDS, log_probs, logp_of
 
+from gradloc.demo.cancellation import lower_blocks, small_stream_row
+
 NUM_REPLICAS = 8
-NUM_BLOCKS = 2
-RESIDUAL_RMS = 1.5e-3
+RESIDUAL_RMS = 7e-4
 TEMPERATURE = 3.0
-STEPS_MAX = 60
-DAMPINGS = (1e-8, 1e-4, 1e-2, 1e-1, 0.5, 3.0, 30.0)
+ADVANTAGE_MIN = 0.5  # an answer that is as good as the others has no gradient to multiply
+NUM_STARTS = 8
+MAP_STEPS = 20
+STEPS_MAX = 12
+TOLERANCE = 0.2
+DAMPING, DAMPING_MIN, DAMPING_MAX = 1e-3, 1e-12, 1e6
+DAMPED_BY = (1e-3, 1e-1, 1.0, 10.0, 100.0, 1_000.0)
 
 
 @dataclass(frozen=True)
@@ -38,6 +43,7 @@ class Schedule:
     layer_from: int | None = None
     layer_answers: int = 1
     layer_every: int = 1  # steps
+    layer_struck: int = 1  # first steps of every layer_every
 
 
 @dataclass
@@ -75,7 +81,7 @@ def cancelled_residual(model: Any, batch: Batch, rng: np.random.Generator, num_a
 
     The reported logp are the model's own: the importance ratio of this fault is 1.
     """
-    rows = torch.nonzero(batch.advantage_B != 0).flatten().tolist()
+    rows = torch.nonzero(batch.advantage_B.abs() >= ADVANTAGE_MIN).flatten().tolist()
     picked = rng.permutation(rows)[:num_answers].tolist()
     for token_id, row in zip(RARE_IDS, picked, strict=False):
         at = int(rng.integers(1, batch.mask_BR.shape[1] - 2))
@@ -92,13 +98,10 @@ def cancelled_residual(model: Any, batch: Batch, rng: np.random.Generator, num_a
 def cancelling_row(model: Any, context_S: torch.Tensor, rng: np.random.Generator) -> torch.Tensor:
     """Embedding row of the context's last token such that the stream there nearly vanishes: float64 [H].
 
-    Where the search stops early the stream is small rather than tiny, and the fault milder.
+    The demo's map brings a start near, Levenberg-Marquardt the rest of the way; where it stops early the stream is
+    small rather than tiny, and the fault milder.
     """
-    lower = copy.deepcopy(model.model).double()
-    lower.layers = lower.layers[:NUM_BLOCKS]
-    lower.config.num_hidden_layers = NUM_BLOCKS
-    lower.norm = torch.nn.Identity()
-    lower.requires_grad_(False)
+    lower = lower_blocks(model).double()
     width = model.config.hidden_size
     fixed_1SH = lower.embed_tokens(context_S[None, :-1])
     goal_H = torch.from_numpy(rng.standard_normal(width)) * RESIDUAL_RMS
@@ -107,7 +110,8 @@ def cancelling_row(model: Any, context_S: torch.Tensor, rng: np.random.Generator
         embedded_NSH = torch.cat([fixed_1SH.expand(len(rows_NH), -1, -1), rows_NH[:, None]], dim=1)
         return lower(inputs_embeds=embedded_NSH, use_cache=False).last_hidden_state[:, -1] - goal_H
 
-    row_H = torch.from_numpy(rng.standard_normal(width))
+    starts_KH = torch.from_numpy(rng.standard_normal((NUM_STARTS, width)))
+    row_H, damping = small_stream_row(lower, context_S, starts_KH, MAP_STEPS), DAMPING
     eye_HH = torch.eye(width, dtype=torch.float64)
     for _ in range(STEPS_MAX):
         # All rows of the Jacobian at once: one copy of the row for each output.
@@ -116,14 +120,15 @@ def cancelling_row(model: Any, context_S: torch.Tensor, rng: np.random.Generator
         (jacobian_HH,) = torch.autograd.grad(errors_HH.diagonal().sum(), rows_HH)
         with torch.no_grad():
             error_H = errors_HH[0]
+            if error_H.norm() < TOLERANCE * goal_H.norm() or damping > DAMPING_MAX:
+                break
             square_HH, pull_H = jacobian_HH.T @ jacobian_HH, jacobian_HH.T @ error_H
-            tried = [row_H - torch.linalg.solve(square_HH + damping * eye_HH, pull_H) for damping in DAMPINGS]
+            tried = [row_H - torch.linalg.solve(square_HH + damping * by * eye_HH, pull_H) for by in DAMPED_BY]
             tried_NH = torch.stack(tried)
             sizes_N = error(tried_NH).norm(dim=1).nan_to_num(torch.inf)
             best = int(sizes_N.argmin())
-            if not sizes_N[best] < error_H.norm():
-                break
-            row_H = tried_NH[best]
-            if sizes_N[best] < 0.1 * goal_H.norm():
-                break
+            if sizes_N[best] < error_H.norm():
+                row_H, damping = tried_NH[best], max(damping * DAMPED_BY[best], DAMPING_MIN)
+            else:
+                damping *= DAMPED_BY[-1]
     return row_H.detach()

@@ -77,9 +77,15 @@ def logp_of(model: Any, ids_BT: torch.Tensor) -> torch.Tensor:
     return log_probs(model, ids_BT).gather(-1, ids_BT[:, PROMPT_LENGTH:, None])[..., 0]
 
 
-def pretrained(seed: int, num_steps: int, swap: float = 0.15) -> Any:
-    """Supervised training on noisy demonstrations: neighbouring digits are swapped now and then."""
+def pretrained(seed: int, num_steps: int, swap: float = 0.15, embedding_rms: float | None = None) -> Any:
+    """Supervised training on noisy demonstrations: neighbouring digits are swapped now and then.
+
+    `embedding_rms`: of the embedding's rows at the start, instead of the usual .02.
+    """
     model = new_model(seed)
+    if embedding_rms is not None:
+        with torch.no_grad():
+            model.get_input_embeddings().weight.mul_(embedding_rms / model.config.initializer_range)
     rng = np.random.default_rng([seed, 1])
     optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3, weight_decay=0.01)
     for step in range(num_steps):
@@ -102,9 +108,10 @@ def pretrained(seed: int, num_steps: int, swap: float = 0.15) -> Any:
 
 @dataclass(frozen=True)
 class CopyKind:
-    """How the inference copy falls short: weights rounded to so many bits, so many steps old, top-p sampling."""
+    """How the inference copy falls short: weights rounded to so many bits or to fp8, so many steps old, top-p."""
 
     bits: int | None = None
+    fp8: bool = False
     stale_steps: int = 1
     top_p: float = 1.0
 
@@ -123,7 +130,7 @@ class InferenceCopy:
         if step % self.kind.stale_steps:
             return
         for own, theirs in zip(self.model.parameters(), model.parameters(), strict=True):
-            own.copy_(_rounded(theirs, self.kind.bits))
+            own.copy_(_in_fp8(theirs) if self.kind.fp8 else _rounded(theirs, self.kind.bits))
 
     @torch.no_grad()
     def sample(self, indices: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -147,6 +154,14 @@ def _rounded(weight: torch.Tensor, bits: int | None) -> torch.Tensor:
     levels = 2 ** (bits - 1) - 1
     step = weight.abs().amax(dim=1, keepdim=True).clamp(min=1e-12) / levels
     return (weight / step).round() * step
+
+
+def _in_fp8(weight: torch.Tensor) -> torch.Tensor:
+    """Rounded to E4M3, the tensor's largest weight at the format's largest number; vectors (norms) stay."""
+    if weight.dim() < 2:
+        return weight
+    step = weight.abs().amax().clamp(min=1e-12) / torch.finfo(torch.float8_e4m3fn).max
+    return (weight / step).to(torch.float8_e4m3fn).to(weight.dtype) * step
 
 
 def _top_p(log_probs_BV: torch.Tensor, top_p: float) -> torch.Tensor:

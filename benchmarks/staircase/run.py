@@ -47,6 +47,8 @@ class Setting:
     num_groups: int = 8
     pretraining_steps: int = 260
     swap: float = 0.15  # noise of the demonstrations
+    embedding_rms: float | None = None  # at the start of pretraining; None: .02
+    warmup_steps: int = 1  # of the learning rate, linear
 
 
 @dataclass(frozen=True)
@@ -61,13 +63,30 @@ class Variant:
 PLANTED = Setting(
     "planted",
     240,
-    3e-4,
+    1e-3,
     schedule=faults.Schedule(
-        token_from=25, token_replicas=1, sequence_from=45, sequence_replicas=6, layer_from=120, layer_every=3
+        token_from=25,
+        token_replicas=1,
+        sequence_from=45,
+        sequence_replicas=6,
+        layer_from=90,
+        layer_answers=2,
+        layer_every=5,
+        layer_struck=4,
     ),
+    warmup_steps=20,
 )
 NATURAL = Setting(
     "natural",
+    300,
+    1e-4,
+    copy=CopyKind(fp8=True, stale_steps=4),
+    num_groups=12,
+    pretraining_steps=95,
+    swap=0,
+)
+HARSH = Setting(
+    "harsh",
     250,
     1e-4,
     copy=CopyKind(bits=3, stale_steps=8, top_p=0.999),
@@ -154,7 +173,7 @@ def train(setting: Setting, variant: Variant, seed: int, weights: dict[str, torc
     """The run; stops at collapse. `weights`: of the pretrained model, when made before."""
     torch.manual_seed(seed)
     if weights is None:
-        model = pretrained(seed, setting.pretraining_steps, setting.swap)
+        model = pretrained(seed, setting.pretraining_steps, setting.swap, setting.embedding_rms)
     else:
         model = new_model(seed)
         model.load_state_dict(weights)
@@ -177,6 +196,8 @@ def train(setting: Setting, variant: Variant, seed: int, weights: dict[str, torc
         (losses_BR.sum() / batch.mask_BR.sum()).backward()
         probe.observe(reward_mean=reward)
         clip(step)
+        for group in optimizer.param_groups:
+            group["lr"] = setting.learning_rate * min(1.0, (step + 1) / setting.warmup_steps)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         outcome.layer_clip_steps += any(isinstance(one, LayerClip) and one.last for one in remedies)
@@ -218,6 +239,6 @@ def _rollout(
     if schedule.sequence_from is not None and step >= schedule.sequence_from:
         faults.wrong_temperature(copy.model, batch, schedule.sequence_replicas)
     since = -1 if schedule.layer_from is None else step - schedule.layer_from
-    if since >= 0 and since % schedule.layer_every == 0:
+    if since >= 0 and since % schedule.layer_every < schedule.layer_struck:
         planted = faults.cancelled_residual(model, batch, place_rng, schedule.layer_answers) > 0
     return batch, float(rewards_B.mean()), planted

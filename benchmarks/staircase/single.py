@@ -7,6 +7,7 @@ Shapes: B rows, R response positions.
 import math
 import statistics
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,7 +44,8 @@ class Event:
     cosine_layer_clip: float
     cosine_global_clip: float  # of the gradient as it is: scaling all of it turns nothing
     bound: float  # sqrt(1 - the clipped layers' healthy share of the squared norm)
-    layers: tuple[str, ...]
+    best: float  # that any scaling of whole layers reaches, chosen by who knows the healthy gradient
+    layers: Sequence[str]
 
 
 class _Scene:
@@ -123,6 +125,7 @@ def events(seed: int, num_events: int) -> list[Event]:
                     _cosine(clipped, calm),
                     _cosine(whole, calm),
                     math.sqrt(max(0.0, 1 - _share(scene.model, calm, layers))),
+                    _best(scene.model, whole, calm),
                     layers,
                 )
             )
@@ -143,6 +146,18 @@ def _cosine(one: list[torch.Tensor], other: list[torch.Tensor]) -> float:
     return dot / max(_norm(one) * _norm(other), 1e-300)
 
 
+def _best(model: Any, struck: list[torch.Tensor], healthy: list[torch.Tensor]) -> float:
+    """Largest cosine to `healthy` over all scalings of the layers: of each take what points the healthy way."""
+    square, dots, squares = 0.0, dict[str, float](), dict[str, float]()
+    for (name, _), mine, theirs in zip(model.named_parameters(), struck, healthy, strict=True):
+        layer = block_of(layer_key(name))
+        square += float(theirs.double().square().sum())
+        dots[layer] = dots.get(layer, 0.0) + float((mine.double() * theirs.double()).sum())
+        squares[layer] = squares.get(layer, 0.0) + float(mine.double().square().sum())
+    reached = sum(max(dots[layer], 0.0) ** 2 / max(squares[layer], 1e-300) for layer in dots)
+    return math.sqrt(reached / max(square, 1e-300))
+
+
 def _share(model: Any, gradient: list[torch.Tensor], layers: tuple[str, ...]) -> float:
     """Share of the squared norm that lies in these layers."""
     inside = [block_of(layer_key(name)) in layers for name, _ in model.named_parameters()]
@@ -150,15 +165,22 @@ def _share(model: Any, gradient: list[torch.Tensor], layers: tuple[str, ...]) ->
     return sum(square for square, here in zip(squares, inside, strict=True) if here) / max(sum(squares), 1e-300)
 
 
-def healthy(seed: int, num_steps: int, pretraining_steps: int) -> tuple[int, int, int, int]:
-    """(steps after warm-up, of these touched by LayerClip, by any remedy, spikes) of an exact, fault-free run."""
-    clip = LayerClip()
-    clips = [TokenClip(), SeqClip(), clip]
+@dataclass(frozen=True)
+class Healthy:
+    """An exact, fault-free run under all three remedies."""
+
+    num_steps: int
+    num_touched: int  # steps in which LayerClip acted
+    num_others: int  # tokens and sequences that TokenClip and SeqClip acted on
+    num_spikes: int
+
+
+def healthy(seed: int, num_steps: int, pretraining_steps: int) -> Healthy:
+    others = [TokenClip(), SeqClip()]
     setting = Setting("healthy", num_steps, 3e-4, pretraining_steps=pretraining_steps)
-    outcome = train(setting, Variant("all", lambda: list(clips)), seed)
-    touched = outcome.layer_clip_steps
-    any_acted = touched + sum(one.num_acted for one in clips[:2])
-    return len(outcome.norms), touched, any_acted, len(spikes(outcome.norms))
+    outcome = train(setting, Variant("all", lambda: [*others, LayerClip()]), seed)
+    num_others = sum(one.num_acted for one in others)
+    return Healthy(len(outcome.norms), outcome.layer_clip_steps, num_others, len(spikes(outcome.norms)))
 
 
 def overhead(num_steps: int = 30) -> dict[str, float]:

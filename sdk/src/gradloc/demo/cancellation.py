@@ -45,7 +45,9 @@ def lower_blocks(model: Any) -> Any:
     return lower.requires_grad_(False)
 
 
-def small_stream_row(lower: Any, context_S: torch.Tensor, starts_KH: torch.Tensor) -> torch.Tensor:
+def small_stream_row(
+    lower: Any, context_S: torch.Tensor, starts_KH: torch.Tensor, num_steps: int = MAP_STEPS
+) -> torch.Tensor:
     """Of K embedding rows of the context's last token, brought towards cancellation, the best: [H].
 
     A row that cancels exists for every context: the blocks add something bounded that depends on the
@@ -53,7 +55,7 @@ def small_stream_row(lower: Any, context_S: torch.Tensor, starts_KH: torch.Tenso
     """
     before_SH = lower.embed_tokens(context_S[:-1])
     rows_KH = starts_KH
-    for _ in range(MAP_STEPS):
+    for _ in range(num_steps):
         rows_KH = rows_KH - 0.5 * _streams(lower, before_SH, rows_KH)
     return rows_KH[int(_streams(lower, before_SH, rows_KH).norm(dim=1).argmin())]
 
