@@ -90,7 +90,7 @@ def runs(
 ) -> list[dict[str, Any]]:
     @functools.cache
     def weights(setting: Setting, seed: int) -> dict[str, torch.Tensor]:
-        return pretrained(seed, setting.pretraining_steps, setting.swap, setting.embedding_rms).state_dict()
+        return pretrained(seed, setting.pretraining_steps, setting.swap).state_dict()
 
     def made(setting: Setting, variant: Variant, seed: int) -> dict[str, Any]:
         return train(setting, variant, seed, weights(setting, seed)).as_dict()

@@ -77,15 +77,9 @@ def logp_of(model: Any, ids_BT: torch.Tensor) -> torch.Tensor:
     return log_probs(model, ids_BT).gather(-1, ids_BT[:, PROMPT_LENGTH:, None])[..., 0]
 
 
-def pretrained(seed: int, num_steps: int, swap: float = 0.15, embedding_rms: float | None = None) -> Any:
-    """Supervised training on noisy demonstrations: neighbouring digits are swapped now and then.
-
-    `embedding_rms`: of the embedding's rows at the start, instead of the usual .02.
-    """
+def pretrained(seed: int, num_steps: int, swap: float = 0.15) -> Any:
+    """Supervised training on noisy demonstrations: neighbouring digits are swapped now and then."""
     model = new_model(seed)
-    if embedding_rms is not None:
-        with torch.no_grad():
-            model.get_input_embeddings().weight.mul_(embedding_rms / model.config.initializer_range)
     rng = np.random.default_rng([seed, 1])
     optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3, weight_decay=0.01)
     for step in range(num_steps):

@@ -47,7 +47,6 @@ class Setting:
     num_groups: int = 8
     pretraining_steps: int = 260
     swap: float = 0.15  # noise of the demonstrations
-    embedding_rms: float | None = None  # at the start of pretraining; None: .02
     warmup_steps: int = 1  # of the learning rate, linear
 
 
@@ -173,7 +172,7 @@ def train(setting: Setting, variant: Variant, seed: int, weights: dict[str, torc
     """The run; stops at collapse. `weights`: of the pretrained model, when made before."""
     torch.manual_seed(seed)
     if weights is None:
-        model = pretrained(seed, setting.pretraining_steps, setting.swap, setting.embedding_rms)
+        model = pretrained(seed, setting.pretraining_steps, setting.swap)
     else:
         model = new_model(seed)
         model.load_state_dict(weights)
