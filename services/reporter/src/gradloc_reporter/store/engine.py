@@ -20,6 +20,9 @@ from sqlalchemy.orm import Session
 
 # A writer waits this long for another one (consumer, Slack, a request) before it gives up.
 SQLITE_BUSY_S = 30.0
+# Of pages, by each connection. SQLite's own 2 MB are filled only when the database has grown for hours, and until then
+# the reporter's memory grows; what is not kept here the system's cache of files has.
+SQLITE_CACHE_KB = 1_024
 IDLE_S = 5.0  # a connection idle for longer is tried before it is used: the server may have gone meanwhile
 _WRITES = "gradloc_writes"
 _MIGRATION_LOCK = 0x67726164  # any number that no other user of the database's advisory locks takes
@@ -159,6 +162,7 @@ def _prepare_sqlite(connection: Any, _record: Any) -> None:
     connection.isolation_level = None  # we say BEGIN ourselves, below
     cursor = connection.cursor()
     cursor.execute("PRAGMA journal_mode=WAL")
+    cursor.execute(f"PRAGMA cache_size=-{SQLITE_CACHE_KB}")
     cursor.execute("PRAGMA synchronous=NORMAL")  # in WAL mode a crash loses at most what Redis still has
     cursor.close()
 
