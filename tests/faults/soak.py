@@ -3,9 +3,9 @@
     python tests/faults/soak.py --seconds 1800 --warm-up 1500 --json
 
 Two trainers publish sixty steps a second each to the real services, with a spike every two and a half minutes: what is
-kept of spikes is on its way to its bound for days. The streams of steps are at theirs from the start, so that Redis does
-not grow either. After a warm-up, in which caches and pools fill, memory, descriptors and threads of each process are
-noted every few seconds; slope.py says what a slope is.
+kept of spikes is on its way to its bound for days. The streams of steps are at theirs from the start, so that Redis
+does not grow either. After a warm-up, in which caches and pools fill, memory, descriptors and threads of each process
+are noted every few seconds; slope.py says what a slope is.
 
 Beside what the system counts (`memory`) stands what is in use of it, as the processes themselves say (alive/): blocks
 of Python's objects and bytes of the C heap; of Redis its own count without the streams of incidents and wishes, which
