@@ -21,7 +21,7 @@ from gradloc.verification import Place
 LIMIT_OVER_HEALTHY = 2.0
 RESIDUAL_RMS = 3e-4  # of the stream behind the blocks, at one position
 LAYER_SPIKE_MIN = 20.0  # times the healthy norm: smaller cancellations are a large token, not an explosion
-PLACES_TRIED = 2
+PLACES_TRIED = 12
 NUM_DRAWS, NUM_DRAWN, DRAWN_SCALE = 12, 128, 3e-3  # rows tried where the blocks compute in 16 bits
 Coefficients = list[Tensor]
 
