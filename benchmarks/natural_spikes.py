@@ -9,7 +9,8 @@ The harsh setting of benchmarks/remedies.py: a tiny policy that sorts digits, 22
 and reports the log-probability it sampled with. A spike: more than four times the median of the last 32 calm
 norms; that bar is the limit of the localization. The oracle has every token's share by a float64 backward pass.
 
-    right       the finding's first culprit is the token of the oracle's largest share
+    right       the finding's first culprit has the oracle's largest share; num_first tokens have it: the same answer
+                may have been sampled twice, and then each of its tokens has an equal one
     certified   the norm without the culprits is under the limit, attributed again where need be
 """
 
@@ -41,6 +42,7 @@ from gradloc.snapshot import MicroBatch
 NUM_SEEDS = 6
 SETTING = HARSH
 NUM_CALM_MIN = 8
+TIE = 1e-9  # relative: twice the same answer in float64
 
 
 def spikes_of(seed: int, num_steps: int) -> Iterator[dict[str, Any]]:
@@ -93,15 +95,17 @@ def explained(
     policy = Policy(model, Meter(batch.ids_BT.numel()))
     finding = localize(policy, place([([batch], 1.0)]), facts)
     share_BR = oracle_shares(model, batch)
-    row, column = divmod(int(share_BR.argmax()), share_BR.shape[1])
+    largest = float(share_BR.max())
+    first_BR = share_BR >= largest * (1 - TIE)
     first = finding.culprits[0] if finding.culprits else None
     at = None if first is None else (first.sequence, first.token - PROMPT_LENGTH)
     given_g = sum(policy.meter.stages.get(name, 0.0) for name in ("attribution", "verification"))
     return {
         "times_healthy": norm / healthy,
         "verdict": finding.verdict,
-        "right": at == (row, column),
-        "top_share_oracle": float(share_BR.max()),
+        "right": at is not None and bool(first_BR[at]),
+        "num_first": int(first_BR.sum()),
+        "top_share_oracle": largest,
         "share_reported": None if first is None else first.share,
         "share_error": None if at is None else abs(float(share_BR[at]) - (first.share if first is not None else 0.0)),
         "checksum": finding.checksum,
