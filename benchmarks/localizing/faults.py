@@ -22,7 +22,10 @@ LIMIT_OVER_HEALTHY = 2.0
 RESIDUAL_RMS = 3e-4  # of the stream behind the blocks, at one position
 LAYER_SPIKE_MIN = 20.0  # times the healthy norm: smaller cancellations are a large token, not an explosion
 PLACES_TRIED = 12
-NUM_DRAWS, NUM_DRAWN, DRAWN_SCALE = 12, 128, 3e-3  # rows tried where the blocks compute in 16 bits
+NUM_DRAWS, NUM_DRAWN, DRAWN_SCALE = 12, 512, 3e-3  # rows tried where the blocks compute in 16 bits
+DAMPING, DAMPING_MIN, DAMPING_MAX = 1e-3, 1e-12, 1e6
+DAMPED_BY = (1e-3, 1e-1, 1.0, 10.0, 100.0, 1_000.0)
+STEPS_MAX, TOLERANCE = 60, 0.2
 Coefficients = list[Tensor]
 
 
@@ -236,33 +239,49 @@ def _cancel(
     lower.norm = nn.Identity()
     lower.requires_grad_(False)
     width = model.config.hidden_size
-    row_H = torch.randn(width, generator=generator, dtype=torch.float64).requires_grad_(True)
+    start_H = torch.randn(width, generator=generator, dtype=torch.float64)
     goal_H = RESIDUAL_RMS * torch.randn(width, generator=generator, dtype=torch.float64)
     fixed_1SH = lower.embed_tokens(before_S[None])
 
-    def miss_H() -> Tensor:
-        embedded = torch.cat([fixed_1SH, row_H[None, None]], dim=1)
-        hidden_H: Tensor = lower(inputs_embeds=embedded, use_cache=False).last_hidden_state[0, -1] - goal_H
-        return hidden_H
+    def missed(rows_NH: Tensor) -> Tensor:
+        embedded = torch.cat([fixed_1SH.expand(len(rows_NH), -1, -1), rows_NH[:, None]], dim=1)
+        hidden_NH: Tensor = lower(inputs_embeds=embedded, use_cache=False).last_hidden_state[:, -1] - goal_H
+        return hidden_NH
 
-    optimizer = torch.optim.LBFGS([row_H], max_iter=200, history_size=64, line_search_fn="strong_wolfe",
-                                  tolerance_grad=1e-14, tolerance_change=1e-16)  # fmt: skip
-
-    def closure() -> Any:
-        optimizer.zero_grad()
-        loss = miss_H().square().sum()
-        loss.backward()
-        return loss.detach()
-
-    optimizer.step(closure)
-    if float(miss_H().detach().square().mean().sqrt()) > RESIDUAL_RMS:
+    row_H = _settled(missed, start_H, TOLERANCE * float(goal_H.norm()))
+    if float(missed(row_H[None]).square().mean().sqrt()) > RESIDUAL_RMS:
         return False
-    row_H = row_H.detach().float()
+    row_H = row_H.float()
     if autocast is not None:
         row_H = _on_the_grid(lower.float(), fixed_1SH.float(), row_H, generator, autocast)
     with torch.no_grad():
         model.model.embed_tokens.weight[RARE] = row_H
     return True
+
+
+def _settled(missed: Callable[[Tensor], Tensor], row_H: Tensor, tolerance: float) -> Tensor:
+    """Levenberg-Marquardt from this row until what rows [N, H] miss, [N, H], is small; where it stops early, there."""
+    damping, width = DAMPING, len(row_H)
+    eye_HH = torch.eye(width, dtype=torch.float64)
+    for _ in range(STEPS_MAX):
+        rows_HH = row_H.repeat(width, 1).requires_grad_(True)
+        errors_HH = missed(rows_HH)
+        (jacobian_HH,) = torch.autograd.grad(errors_HH.diagonal().sum(), rows_HH)
+        with torch.no_grad():
+            error_H = errors_HH[0]
+            if error_H.norm() < tolerance or damping > DAMPING_MAX:
+                break
+            square_HH, pull_H = jacobian_HH.T @ jacobian_HH, jacobian_HH.T @ error_H
+            tried_NH = torch.stack(
+                [row_H - torch.linalg.solve(square_HH + damping * by * eye_HH, pull_H) for by in DAMPED_BY]
+            )
+            sizes_N = missed(tried_NH).norm(dim=1).nan_to_num(torch.inf)
+            best = int(sizes_N.argmin())
+            if sizes_N[best] < error_H.norm():
+                row_H, damping = tried_NH[best], max(damping * DAMPED_BY[best], DAMPING_MIN)
+            else:
+                damping *= DAMPED_BY[-1]
+    return row_H.detach()
 
 
 def _on_the_grid(
