@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradloc.culprits import Scene, ranked, verified
+from gradloc.culprits import Scene, verified_top
 from gradloc.demo.smollm2 import load
 from gradloc.policy import Meter, PlacedBatch, Policy, place
 from gradloc.replay import Gradient, coefficients_of, gradient_of, replay
@@ -91,16 +91,16 @@ def _cases(
             policy.meter.stages.clear()
             scene = Scene(policy, placed, changed, spike, healthy.logp)
             attribution = scene.attributed()
-            (top, located), *_ = ranked(attribution.shares, 1)
-            exact = verified(scene, [top])[top]
+            exact = verified_top(scene, attribution)
+            top = max(exact, key=lambda place: exact[place].share)
             yield {
                 "dtype": dtype,
                 "place": number,
                 "times": times,
                 "first": top == where,
                 "share_oracle": share,
-                "share_reported": exact.share,
-                "share_located": located,
+                "share_reported": exact[top].share,
+                "share_located": float(attribution.shares[top.batch][top.row, top.column]),
                 "checksum": attribution.checksum,
                 "norm_error": spike.norm / (times * oracle.norm) - 1.0,
                 "cost_steps": sum(policy.meter.stages.values()),

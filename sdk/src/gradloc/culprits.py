@@ -33,6 +33,7 @@ CANCELLING_PART = 0.1  # of the largest share: what belongs to the cancelling on
 # is the proof: granting more than that costs a replay at most.
 SHARE_ERROR_LOW_PRECISION = 0.02
 RIVAL = 0.5  # share against the one before it: shares found in 16 bits are good to fifteen percent
+NUM_RIVALS = 3
 NUM_ROWS_BISECTED_MAX = 8
 ROWS_WITHIN_MAX = 0.13  # of all rows: so few are looked at alone first; three forward passes of them
 ROWS_FRACTION_MAX = 0.34  # more rows than this is not "a few sequences"
@@ -179,8 +180,11 @@ def verified(scene: Scene, places: Sequence[Place]) -> dict[Place, ExactToken]:
 
 
 def verified_top(scene: Scene, attribution: Attribution) -> dict[Place, ExactToken]:
-    """Exact share of the token that looks largest."""
-    return verified(scene, [place for place, _ in ranked(attribution.shares, 1)])
+    """Exact share of the token that looks largest; in 16 bits also of those that may be larger than it."""
+    candidates = ranked(attribution.shares, 1 + NUM_RIVALS if scene.share_error else 1)
+    # What the sum of shares lacks any of them may lack.
+    bar = RIVAL * abs(candidates[0][1]) - abs(attribution.checksum - 1.0) if candidates else 0.0
+    return verified(scene, [place for n, (place, share) in enumerate(candidates) if n == 0 or share >= bar])
 
 
 def find_tokens(
