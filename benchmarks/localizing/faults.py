@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from localizing.oracle import Oracle
 from localizing.step import RARE, Step, batches_of, run, with_coefficients
+from settling import settled
 from torch import Tensor, nn
 
 from gradloc.policy import PlacedBatch
@@ -23,8 +24,6 @@ RESIDUAL_RMS = 3e-4  # of the stream behind the blocks, at one position
 LAYER_SPIKE_MIN = 20.0  # times the healthy norm: smaller cancellations are a large token, not an explosion
 PLACES_TRIED = 12
 NUM_DRAWS, NUM_DRAWN, DRAWN_SCALE = 12, 512, 3e-3  # rows tried where the blocks compute in 16 bits
-DAMPING, DAMPING_MIN, DAMPING_MAX = 1e-3, 1e-12, 1e6
-DAMPED_BY = (1e-3, 1e-1, 1.0, 10.0, 100.0, 1_000.0)
 STEPS_MAX, TOLERANCE = 60, 0.2
 Coefficients = list[Tensor]
 
@@ -248,7 +247,7 @@ def _cancel(
         hidden_NH: Tensor = lower(inputs_embeds=embedded, use_cache=False).last_hidden_state[:, -1] - goal_H
         return hidden_NH
 
-    row_H = _settled(missed, start_H, TOLERANCE * float(goal_H.norm()))
+    row_H = settled(missed, start_H, TOLERANCE * float(goal_H.norm()), STEPS_MAX)
     if float(missed(row_H[None]).square().mean().sqrt()) > RESIDUAL_RMS:
         return False
     row_H = row_H.float()
@@ -257,31 +256,6 @@ def _cancel(
     with torch.no_grad():
         model.model.embed_tokens.weight[RARE] = row_H
     return True
-
-
-def _settled(missed: Callable[[Tensor], Tensor], row_H: Tensor, tolerance: float) -> Tensor:
-    """Levenberg-Marquardt from this row until what rows [N, H] miss, [N, H], is small; where it stops early, there."""
-    damping, width = DAMPING, len(row_H)
-    eye_HH = torch.eye(width, dtype=torch.float64)
-    for _ in range(STEPS_MAX):
-        rows_HH = row_H.repeat(width, 1).requires_grad_(True)
-        errors_HH = missed(rows_HH)
-        (jacobian_HH,) = torch.autograd.grad(errors_HH.diagonal().sum(), rows_HH)
-        with torch.no_grad():
-            error_H = errors_HH[0]
-            if error_H.norm() < tolerance or damping > DAMPING_MAX:
-                break
-            square_HH, pull_H = jacobian_HH.T @ jacobian_HH, jacobian_HH.T @ error_H
-            tried_NH = torch.stack(
-                [row_H - torch.linalg.solve(square_HH + damping * by * eye_HH, pull_H) for by in DAMPED_BY]
-            )
-            sizes_N = missed(tried_NH).norm(dim=1).nan_to_num(torch.inf)
-            best = int(sizes_N.argmin())
-            if sizes_N[best] < error_H.norm():
-                row_H, damping = tried_NH[best], max(damping * DAMPED_BY[best], DAMPING_MIN)
-            else:
-                damping *= DAMPED_BY[-1]
-    return row_H.detach()
 
 
 def _on_the_grid(

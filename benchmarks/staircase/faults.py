@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from settling import settled
 from staircase.policy import PROMPT_LENGTH, RARE_IDS, log_probs, logp_of
 
 from gradloc.demo.cancellation import lower_blocks, small_stream_row
@@ -28,8 +29,6 @@ NUM_STARTS = 8
 MAP_STEPS = 20
 STEPS_MAX = 12
 TOLERANCE = 0.2
-DAMPING, DAMPING_MIN, DAMPING_MAX = 1e-3, 1e-12, 1e6
-DAMPED_BY = (1e-3, 1e-1, 1.0, 10.0, 100.0, 1_000.0)
 
 
 @dataclass(frozen=True)
@@ -111,24 +110,5 @@ def cancelling_row(model: Any, context_S: torch.Tensor, rng: np.random.Generator
         return lower(inputs_embeds=embedded_NSH, use_cache=False).last_hidden_state[:, -1] - goal_H
 
     starts_KH = torch.from_numpy(rng.standard_normal((NUM_STARTS, width)))
-    row_H, damping = small_stream_row(lower, context_S, starts_KH, MAP_STEPS), DAMPING
-    eye_HH = torch.eye(width, dtype=torch.float64)
-    for _ in range(STEPS_MAX):
-        # All rows of the Jacobian at once: one copy of the row for each output.
-        rows_HH = row_H.repeat(width, 1).requires_grad_(True)
-        errors_HH = error(rows_HH)
-        (jacobian_HH,) = torch.autograd.grad(errors_HH.diagonal().sum(), rows_HH)
-        with torch.no_grad():
-            error_H = errors_HH[0]
-            if error_H.norm() < TOLERANCE * goal_H.norm() or damping > DAMPING_MAX:
-                break
-            square_HH, pull_H = jacobian_HH.T @ jacobian_HH, jacobian_HH.T @ error_H
-            tried = [row_H - torch.linalg.solve(square_HH + damping * by * eye_HH, pull_H) for by in DAMPED_BY]
-            tried_NH = torch.stack(tried)
-            sizes_N = error(tried_NH).norm(dim=1).nan_to_num(torch.inf)
-            best = int(sizes_N.argmin())
-            if sizes_N[best] < error_H.norm():
-                row_H, damping = tried_NH[best], max(damping * DAMPED_BY[best], DAMPING_MIN)
-            else:
-                damping *= DAMPED_BY[-1]
-    return row_H.detach()
+    near_H = small_stream_row(lower, context_S, starts_KH, MAP_STEPS)
+    return settled(error, near_H, TOLERANCE * float(goal_H.norm()), STEPS_MAX)
