@@ -74,6 +74,17 @@ class TestCommitRefused:
         assert commit() is CommitResult.LEASE_LOST
         assert everything(raw) == before
 
+    @pytest.mark.parametrize("left_ms", [7_200_000, None])
+    def test_a_dead_owners_lease_ends_though_redis_clock_was_set_back(self, bus, raw, left_ms):
+        raw.set(streams.lease("run"), "dead", px=left_ms)
+        assert not bus.acquire_lease("run", "mine", ttl_s=15)
+        assert 0 < raw.pttl(streams.lease("run")) <= 15_000
+
+    def test_a_lease_is_not_made_longer_by_those_who_wait(self, bus, raw):
+        raw.set(streams.lease("run"), "other", px=900)
+        assert not bus.acquire_lease("run", "mine", ttl_s=15)
+        assert 0 < raw.pttl(streams.lease("run")) <= 900
+
     @pytest.mark.parametrize("entry_id", [f"{ID_MAX}-{ID_MAX}", f"{ID_MAX}-0", f"{10**15}-0"])
     @pytest.mark.parametrize("name", ["incidents", "limits"])
     def test_an_output_with_an_absurd_last_id(self, bus, raw, name, entry_id):

@@ -24,10 +24,14 @@ _POLL_S = 0.05  # between looks at several keys: no single command waits for key
 _RENEW = (
     "if redis.call('GET', KEYS[1]) == ARGV[1] then return redis.call('PEXPIRE', KEYS[1], ARGV[2]) else return 0 end"
 )
+# Redis keeps the moment at which a key ends, by its wall clock: one that was set back would keep a dead owner's lease
+# for as long as it had been wrong. No lease has more left than its whole time. Who may not ask for that waits longer.
 _ACQUIRE = (
     "local owner = redis.call('GET', KEYS[1]) "
-    "if owner == false or owner == ARGV[1] then "
-    "redis.call('SET', KEYS[1], ARGV[1], 'PX', ARGV[2]) return 1 else return 0 end"
+    "if owner == false or owner == ARGV[1] then redis.call('SET', KEYS[1], ARGV[1], 'PX', ARGV[2]) return 1 end "
+    "local left = redis.pcall('PTTL', KEYS[1]) "
+    "if type(left) == 'number' and (left < 0 or left > tonumber(ARGV[2])) then "
+    "redis.call('PEXPIRE', KEYS[1], ARGV[2]) end return 0"
 )
 _RELEASE = "if redis.call('GET', KEYS[1]) == ARGV[1] then return redis.call('DEL', KEYS[1]) else return 0 end"
 _DISCARD = (

@@ -15,7 +15,7 @@ ROLES: tuple[Role, ...] = ("detector", "reporter", "localizer", "trainer")
 
 _RUNS = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}\*?|\*")
 _READS = ("+xread", "+xrevrange", "+xinfo|stream", "+xlen")
-_LEASES_AND_COMMITS = ("+get", "+set", "+mget", "+del", "+exists", "+type", "+persist", "+pexpire")
+_LEASES_AND_COMMITS = ("+get", "+set", "+mget", "+del", "+exists", "+type", "+persist", "+pexpire", "+pttl")
 _SCRIPTS = ("+eval", "+evalsha", "+script|load")
 _NOTHING = ("resetchannels", "-@all", "+ping")
 

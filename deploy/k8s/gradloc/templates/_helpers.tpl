@@ -69,7 +69,7 @@ capabilities: {drop: [ALL]}
 {{/* Redis' rules of a role: those of gradloc_proto.rights, which a test compares. Call with (dict "role" "trainer" "runs" "*"). */}}
 {{- define "gradloc.redisRules" -}}
 resetchannels -@all +ping
-{{- if eq .role "detector" }} +xadd +xtrim +xread +xrevrange +xinfo|stream +xlen +get +set +mget +del +exists +type +persist +pexpire +eval +evalsha +script|load ~gradloc:*
+{{- if eq .role "detector" }} +xadd +xtrim +xread +xrevrange +xinfo|stream +xlen +get +set +mget +del +exists +type +persist +pexpire +pttl +eval +evalsha +script|load ~gradloc:*
 {{- else if eq .role "reporter" }} +xadd +xread +xrevrange +xinfo|stream +xlen %R~gradloc:* %W~gradloc:{*}:control
 {{- else if eq .role "localizer" }} +xadd %W~gradloc:{*}:findings
 {{- else if eq .role "trainer" }} +xadd +xread +xrevrange +xinfo|stream +xlen %W~gradloc:runs %W~gradloc:{ {{- .runs -}} }:steps %R~gradloc:{ {{- .runs -}} }:limits %R~gradloc:{ {{- .runs -}} }:control
