@@ -43,6 +43,7 @@ WILD = 2.5e-3  # of the squared norm: a row that moved too far and may be wrong 
 CURVATURE_WANTED = 0.03  # second difference over first; its square is about the error of a central difference
 NONLINEAR = 0.1  # above it eps is too large, below it rounding is to blame
 NUM_RETRIES_MAX = 2  # at another eps, where an operation has no forward-mode derivative
+NUM_STRAIGHTENED_LOW_PRECISION = 1  # times: what the worst rows' derivatives do not mend is the arithmetic's
 _ENDLESS = 1e30  # stands for what is not finite in sums
 
 
@@ -246,6 +247,7 @@ class _Prober:
         one_sided_tolerance = ONE_SIDED_TOLERANCE if self._full_precision else ONE_SIDED_TOLERANCE_LOW_PRECISION
         self._aim = one_sided_tolerance if one_sided else CHECKSUM_AIM.get(policy.grid, self._tolerance)
         self._num_retries = 0
+        self._num_straightened = 0
         self._tracks = {
             (batch, row): _Track(coefficients[batch][row], logp[batch][row], self._norm)
             for batch, row in self._probe.rows
@@ -355,6 +357,10 @@ class _Prober:
                 covered += doubts[row]
                 if covered >= total / 2:
                     break
+            if not self._full_precision:
+                if self._num_straightened == NUM_STRAIGHTENED_LOW_PRECISION:
+                    return
+                self._num_straightened += 1
             derivatives = self._probe.derivatives(chosen)
             if derivatives is not None:
                 before = self._checksum()

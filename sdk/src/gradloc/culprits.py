@@ -209,7 +209,7 @@ def find_tokens(
         current = scene.under(masked(scene.coefficients, chosen))
         holds = current.gradient.norm <= limit
         found = CulpritSet(tuple(chosen), current.gradient, holds, bound, gap if found is None else min(gap, found.gap))
-        if holds or not current.gradient.is_finite or len(chosen) >= NUM_TOKENS_MAX:
+        if holds or not current.gradient.is_finite or len(chosen) >= NUM_TOKENS_MAX or not seen.is_sound:
             break
         # What hides behind a token is often more of its own row.
         rows = {place[:2] for place in chosen}
