@@ -7,7 +7,9 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 # No test asserts a time: on a machine that is short of one, an example takes as long as it takes.
-settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile(
+    "untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize="CI" in os.environ
+)
 settings.load_profile("untimed")
 
 REPOSITORY = Path(__file__).resolve().parents[1]

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 from localizing.oracle import Oracle
+from localizing.settling import settled
 from localizing.step import RARE, Step, batches_of, run, with_coefficients
-from settling import settled
 from torch import Tensor, nn
 
 from gradloc.policy import PlacedBatch

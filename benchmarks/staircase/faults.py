@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from settling import settled
+from localizing.settling import settled
 from staircase.policy import PROMPT_LENGTH, RARE_IDS, log_probs, logp_of
 
 from gradloc.demo.cancellation import lower_blocks, small_stream_row
