@@ -2,15 +2,14 @@
 
     python tests/faults/soak.py --seconds 1800 --warm-up 1500 --json
 
-Two trainers publish sixty steps a second each to the real services, with a spike every two and a half minutes: what is
-kept of spikes is on its way to its bound for days. The streams of steps are at theirs from the start, so that Redis
-does not grow either. After a warm-up, in which caches and pools fill, memory, descriptors and threads of each process
-are noted every few seconds; slope.py says what a slope is.
+Two trainers publish sixty steps a second each to the real services, with a spike every two and a half minutes. The
+streams of steps, of ticks and wishes, and of incidents are at their bounds from the start, so that Redis does not grow
+either. After a warm-up, in which caches and pools fill and the streams of steps turn over twice, memory, descriptors
+and threads of each process are noted every few seconds; slope.py says what a slope is.
 
 Beside what the system counts (`memory`) stands what is in use of it, as the processes themselves say (alive/): blocks
-of Python's objects and bytes of the C heap; of Redis its own count without the streams of incidents and wishes, which
-are still on their way to their bound. Exit code 1 where the interval of one of these lies above zero, or descriptors
-or threads have grown.
+of Python's objects and bytes of the C heap; of Redis its own count. Exit code 1 where the interval of one of these
+lies above zero, or descriptors or threads have grown.
 """
 
 import argparse
@@ -21,18 +20,21 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
 from chaos import commit
 from child import Child
 from slope import NUM_STRETCHES, slope_of
-from trainer import observed
+from trainer import LAYERS, observed
 from world import World
 
 from gradloc.workstation.processes import interruptible
 from gradloc_proto import codec, streams
+from gradloc_proto.messages import Flag, IncidentOpened, IncidentResolved, Message, Spike, Tick
 
 LOOK_EVERY_S = 2.0
 MB = 1e6
@@ -46,17 +48,41 @@ class CalmWorld(World):
     num_past = streams.STREAM_LENGTH_MAX["steps"]
 
     def start_trainer(self, run: str, first_step: int) -> None:
-        """It goes on where a long past ended: the run's stream is full, of entries and ids such as those to come."""
-        key, dice, began_ms = streams.stream(run, "steps"), random.Random(f"{self.seed}/{run}"), time.time() * 1e3
-        with self.client() as client:
-            for start in range(first_step, self.num_past, 1_000):
-                pipeline = client.pipeline(transaction=False)
-                for step in range(start, min(start + 1_000, self.num_past)):
-                    message = observed(run, 0, step, dice.lognormvariate(0.0, 0.1), False, 0)
-                    at_ms = int(began_ms - (self.num_past - step) * 1e3 / self.rate)
-                    pipeline.xadd(key, {"m": codec.encode(message)}, id=f"{at_ms}-0")
-                pipeline.execute()
+        """It goes on where a long past ended: the run's streams are full, of entries and ids such as those to come."""
+        if self.num_past:
+            dice = random.Random(f"{self.seed}/{run}")
+            norms = (dice.lognormvariate(0.0, 0.1) for _ in range(first_step, self.num_past))
+            steps = (observed(run, 0, step, norm, False, 0) for step, norm in enumerate(norms, first_step))
+            self._fill(streams.stream(run, "steps"), steps, self.num_past - first_step, 1 / self.rate)
+            # Ticks come every two seconds while something is waited for; what is told of incidents, of one told often.
+            num = streams.STREAM_LENGTH_MAX["control"]
+            ticks = (Tick(run_id=run, ts=time.time() - 2.0 * (num - n)) for n in range(num))
+            self._fill(streams.stream(run, "control"), ticks, num, 2.0)
+            num = streams.STREAM_LENGTH_MAX["incidents"]
+            self._fill(streams.stream(run, "incidents"), islice(cycle(_told_often(run)), num), num, 75.0)
         super().start_trainer(run, self.num_past)
+
+    def _fill(self, key: str, messages: Iterable[Message], num: int, apart_s: float) -> None:
+        """`num` messages, `apart_s` from each other, the last just now."""
+        began_ms = time.time() * 1e3
+        with self.client() as client:
+            pipeline = client.pipeline(transaction=False)
+            for n, message in enumerate(messages):
+                at_ms = int(began_ms - (num - n) * apart_s * 1e3)
+                pipeline.xadd(key, {"m": codec.encode(message)}, id=f"{at_ms}-0")
+                if len(pipeline) == 1_000 or n == num - 1:
+                    pipeline.execute()
+
+
+def _told_often(run: str) -> tuple[Message, Message]:
+    """An incident of long ago, as large as those to come, and its end."""
+    values = {"value": 1e2 / 3, "score": 1e2 / 3, "baseline": 1 / 3, "limit": 4 / 3}
+    norm = Flag(rule="norm", series="norm", **values)
+    flags = (norm, *(Flag(rule="layer", series=name, **values) for name in LAYERS))
+    spike = Spike(spike_id=f"spk-of-old-{run}", step=1, grad_norm=1e2 / 3, healthy_norm=1 / 3, limit=4 / 3, flags=flags)
+    told = {"run_id": run, "ts": time.time() - 10 * 86_400.0, "incident_id": f"inc-of-old-{run}"}
+    opened = IncidentOpened.model_validate({**told, "spike": spike})
+    return opened, IncidentResolved.model_validate({**told, "step": 21, "reason": "20 healthy steps in a row"})
 
 
 @dataclass
@@ -146,11 +172,9 @@ def soak(kind: type[CalmWorld], folder: Path, seed: int, warm_up_s: float, secon
 
 
 def _redis_bytes(world: World) -> int:
-    """What Redis has in use, without the streams that are on their way to their bound."""
-    growing = [streams.stream(run, name) for run in world.runs for name in ("incidents", "control")]
+    """What Redis has in use."""
     with world.client() as client:
-        used = int(client.info("memory")["used_memory"])
-        return used - sum(int(client.memory_usage(key, samples=0) or 0) for key in growing)
+        return int(client.info("memory")["used_memory"])
 
 
 def grows(row: dict[str, Any]) -> bool:
@@ -162,7 +186,7 @@ def grows(row: dict[str, Any]) -> bool:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=1_800.0, metavar="S")
-    parser.add_argument("--warm-up", type=float, default=1_500.0, metavar="S")
+    parser.add_argument("--warm-up", type=float, default=2_400.0, metavar="S")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--young", action="store_true", help="streams are empty at the start, and Redis grows")
     parser.add_argument("--json", action="store_true")

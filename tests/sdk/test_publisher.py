@@ -81,7 +81,8 @@ def test_a_run_is_announced_again_after_redis_lost_everything(
     publisher = Publisher(RedisBus(url, timeout_s=1.0), "r")
     publisher.put(RunStarted(run_id="r", ts=0.0))
     reader = RedisBus(url)
-    wait_for(lambda: announced(reader) == 1)
+    # Both streams: with the second refused, the announcement would come back as it was, not as one that is made again.
+    wait_for(lambda: announced(reader) == 1 and reader.length(streams.stream("r", "steps")) == 1)
     process.kill()
     process.wait()
     publisher.put(step(0))
