@@ -21,10 +21,12 @@ next, layer explosions last. Seen on seed 112: + SeqClip 132, + LayerClip 155. T
 gap is small: a struck answer also sends a gradient of usual size into the layers that do not explode; the trainer's
 own clip shrinks that to nothing together with the explosion, LayerClip lets it through.
 
-Expected, natural: no collapse, spikes few. Those of seed 101 were attributed: without a remedy the largest token had
-a ratio of 6 to 8, and TokenClip (2 spikes in 300 steps, as without it) left tokens with a ratio of 2.6 and 3.5 whose
-grad logp was ten times the usual, in the embedding and the lower layers: spikes of type B, made worse by a ratio within
-its bounds. So a tenth of the spikes is NOT expected of TokenClip here; fewer of those of type A are.
+Expected, natural: no collapse; with TokenClip a tenth of the spikes or less. On seeds 102 and 103 8 and 5 spikes without
+a remedy, ratios 8 to 119, none and none with TokenClip; on 101 one. The batch decides which spikes there are: a token's
+part of the norm is its ratio times its grad logp over the number of tokens. Of 96 answers a grad logp of ten times the
+usual is enough for a spike at a ratio that TokenClip lets pass, 2.6 to 5, in the embedding and the lower layers: type B
+(seeds 101 to 103, weights of 48: 6 of 14 spikes left in fp8, 2 of 7 in 4 bits). Of 256 it is not, and what
+spikes are the ratios of 10 and more that an inference copy's rare tokens have (0 of 27 left).
 
 Single steps. The bound, sqrt(1 - the clipped layers' healthy share of the squared norm), supposes that the struck
 answer leaves nothing in the other layers. It does, at their usual norms, so that no rule about norms can see it; of
@@ -35,7 +37,7 @@ the bound, all within .05 of `best`. Healthy steps: untouched in 99.9 %.
 The policy is a four-layer Qwen3-shaped transformer that sorts seven digits (verifiable reward), pretrained on noisy
 demonstrations; AdamW (.9, .95). The trainer's own clipping to norm 1 stays on in all four; the published clippers
 take its place. Planted: 8 prompts of 8 answers a step, an exact copy.
-Natural: 12 prompts of 8, the copy in fp8 (E4M3) and up to 4 steps stale; it reports the logp that it samples with.
+Natural: 32 prompts of 8, the copy of 4-bit weights and up to 8 steps stale; it reports the logp that it samples with.
 The harsh setting, reported until seed 305: a copy of 3-bit weights, up to 8 steps stale, top-p .999.
 
 Last line with --json: {"remedies": [{name, natural, seeds, steps_to_collapse_median, survival,

@@ -78,9 +78,9 @@ PLANTED = Setting(
 NATURAL = Setting(
     "natural",
     300,
-    1e-4,
-    copy=CopyKind(fp8=True, stale_steps=4),
-    num_groups=12,
+    3e-4,
+    copy=CopyKind(bits=4, stale_steps=8),
+    num_groups=32,
     pretraining_steps=95,
     swap=0,
 )
