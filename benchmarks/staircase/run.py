@@ -73,6 +73,7 @@ PLANTED = Setting(
         layer_every=5,
         layer_struck=4,
     ),
+    num_groups=16,
     warmup_steps=20,
 )
 NATURAL = Setting(

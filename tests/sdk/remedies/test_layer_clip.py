@@ -74,6 +74,16 @@ def test_neither_spike_nor_nan_nor_zero_moves_a_limit(bad: list[float]) -> None:
     assert limits_from(history, SETTINGS)[0] == before
 
 
+@given(st.lists(st.floats(0.5, 1.0), min_size=5, max_size=5), st.floats(0.1, 1.0))
+def test_explosions_under_the_limit_do_not_take_it_with_them(healthy: list[float], share_of_limit: float) -> None:
+    """Two steps of five as near to the limit as they like, for a hundred: half of the history they never are."""
+    history = history_of(*[[norm] for norm in healthy * 4])
+    for step in range(100):
+        limit = float(limits_from(history, SETTINGS)[0])
+        assert limit <= SETTINGS.ceiling_of_median * max(healthy) * (1 + 1e-12)
+        history = learn(history, np.array([limit * share_of_limit if step % 5 < 2 else healthy[step % 5]]), SETTINGS)
+
+
 def test_a_level_that_lasts_becomes_the_history() -> None:
     history = history_of(*[[1.0, 1.0]] * 20, *[[50.0, 1.0]] * SETTINGS.regime_steps)
     assert limits_from(history, SETTINGS).tolist() == [300.0, 6.0]
@@ -117,6 +127,8 @@ def test_a_state_of_another_model_or_window_is_refused() -> None:
     [
         ({"factor_of_max": 0.9}, "factors are"),
         ({"factor_of_median": math.nan}, "factors are"),
+        ({"ceiling_of_median": 5.0}, "ceiling_of_median is 5.0"),
+        ({"ceiling_of_median": math.nan}, "ceiling_of_median is nan"),
         ({"power": 0.5}, "power is 0.5"),
         ({"num_warmup": 0}, "num_warmup is 0"),
         ({"window": 4}, "num_warmup is 8 and window 4"),

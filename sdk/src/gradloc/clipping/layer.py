@@ -1,6 +1,7 @@
 """LayerClip: each layer's gradient held to a limit from that layer's own history. Pure.
 
-    limit_l = max(factor_of_max * largest, factor_of_median * median) of layer l's last accepted norms
+    limit_l = max(factor_of_max * largest, factor_of_median * median), but at most ceiling_of_median * median,
+              of layer l's last accepted norms
     scale_l = 1                               where norm_l <= limit_l
               (median_l / norm_l) ** power    above it
               0                               where the norm is not finite
@@ -9,8 +10,9 @@ power 1 brings an exploded layer back to its usual norm. The default is 2, a red
 healthy part of norm h and an unrelated explosion are added, the best linear guess of the healthy part is
 (h / norm)² times the sum (Wiener), so the more a layer explodes the less of it is kept; clipping to the limit
 would keep the explosion's direction at several times the healthy size. Accepted means finite, positive and
-not above the limit: neither a spike nor a NaN nor a zero can poison the history. A level that lasts
-`regime_steps` steps in a row becomes the history. Source: GradLoc's article (type B, "LayerClip"; no formula
+not above the limit: neither a spike nor a NaN nor a zero can poison the history. The ceiling keeps explosions that
+stay just under the limit from taking it with them: of the largest alone each could triple it, of the median it takes
+half of the history to move it. A level that lasts `regime_steps` steps in a row becomes the history. Source: GradLoc's article (type B, "LayerClip"; no formula
 is published). The default factors are the smallest of those tried that touched none of 1,800 healthy steps.
 Shapes: L layers, W kept norms, K steps of a new regime.
 """
@@ -33,6 +35,7 @@ class LayerLimits:
 
     factor_of_max: float = 3.0
     factor_of_median: float = 6.0
+    ceiling_of_median: float = 10.0
     power: float = 2.0
     window: int = 32
     num_warmup: int = 8
@@ -43,6 +46,11 @@ class LayerLimits:
             raise ValueError(
                 f"LayerClip: factors are {self.factor_of_max} and {self.factor_of_median}; expected 1 or more, "
                 "for below it healthy steps are clipped"
+            )
+        if not self.ceiling_of_median >= self.factor_of_median:
+            raise ValueError(
+                f"LayerClip: ceiling_of_median is {self.ceiling_of_median}; expected factor_of_median "
+                f"({self.factor_of_median}) or more, for the limit lies between the two"
             )
         if not 1.0 <= self.power < math.inf:
             raise ValueError(
@@ -111,9 +119,9 @@ def limits_from(history: LayerHistory, settings: LayerLimits) -> Array:
     if known_L.any():
         rows = history.accepted_LW[known_L]
         with np.errstate(over="ignore"):  # an infinite limit is one that nothing finite exceeds
-            limits_L[known_L] = np.maximum(
-                settings.factor_of_max * np.nanmax(rows, axis=1), settings.factor_of_median * np.nanmedian(rows, axis=1)
-            )
+            largest_L, median_L = np.nanmax(rows, axis=1), np.nanmedian(rows, axis=1)
+            wanted_L = np.maximum(settings.factor_of_max * largest_L, settings.factor_of_median * median_L)
+            limits_L[known_L] = np.minimum(wanted_L, settings.ceiling_of_median * median_L)
     return limits_L
 
 

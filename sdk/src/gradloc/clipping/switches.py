@@ -147,6 +147,7 @@ class LayerClip(_Counted):
         factor_of_median: float = 6.0,
         power: float = 2.0,
         *,
+        ceiling_of_median: float = 10.0,
         by: Literal["block", "kind"] = "block",
         window: int = 32,
         num_warmup: int = 8,
@@ -155,7 +156,9 @@ class LayerClip(_Counted):
         super().__init__()
         if by not in ("block", "kind"):
             raise ValueError(f"LayerClip: by is {by!r}; expected 'block' or 'kind'")
-        self.settings = layer.LayerLimits(factor_of_max, factor_of_median, power, window, num_warmup, regime_steps)
+        self.settings = layer.LayerLimits(
+            factor_of_max, factor_of_median, ceiling_of_median, power, window, num_warmup, regime_steps
+        )
         self.by = by
         self.last: tuple[LayerAction, ...] = ()
         self._parameters: dict[str, list[torch.nn.Parameter]] = {}
