@@ -7,13 +7,14 @@
               0                               where the norm is not finite
 
 power 1 brings an exploded layer back to its usual norm. The default is 2, a redescending estimator: if a
-healthy part of norm h and an unrelated explosion are added, the best linear guess of the healthy part is
-(h / norm)² times the sum (Wiener), so the more a layer explodes the less of it is kept; clipping to the limit
+healthy part of norm h and an unrelated explosion are added, the best linear guess of the healthy part is (h /
+norm)² times the sum (Wiener), so the more a layer explodes the less of it is kept; clipping to the limit
 would keep the explosion's direction at several times the healthy size. Accepted means finite, positive and
-not above the limit: neither a spike nor a NaN nor a zero can poison the history. The ceiling keeps explosions that
-stay just under the limit from taking it with them: of the largest alone each could triple it, of the median it takes
-half of the history to move it. A level that lasts `regime_steps` steps in a row becomes the history. Source: GradLoc's article (type B, "LayerClip"; no formula
-is published). The default factors are the smallest of those tried that touched none of 1,800 healthy steps.
+not above the limit: neither a spike nor a NaN nor a zero can poison the history. The ceiling keeps explosions
+that stay just under the limit from taking it with them: of the largest alone each could triple it, of the
+median it takes half of the history to move it. A level that lasts `regime_steps` steps in a row becomes the
+history. Source: GradLoc's article (type B, "LayerClip"; no formula is published). The default factors are the
+smallest of those tried that touched none of 1,800 healthy steps.
 Shapes: L layers, W kept norms, K steps of a new regime.
 """
 
