@@ -61,14 +61,14 @@ class Variant:
 
 PLANTED = Setting(
     "planted",
-    240,
+    300,
     1e-3,
     schedule=faults.Schedule(
         token_from=25,
         token_replicas=1,
         sequence_from=45,
         sequence_replicas=6,
-        layer_from=90,
+        layer_from=135,
         layer_answers=2,
         layer_every=5,
         layer_struck=4,
