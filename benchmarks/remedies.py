@@ -125,6 +125,7 @@ def described(outcome: dict[str, Any]) -> str:
 def row(setting: Setting, variant: Variant, outcomes: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """One line of the table. Spikes are counted up to collapse and given per 100 steps as well, for runs end early."""
     mine = [one for one in outcomes if (one["setting"], one["variant"]) == (setting.name, variant.name)]
+    mine.sort(key=lambda one: one["seed"])
     lasted = [setting.num_steps if one["collapsed_at"] is None else one["collapsed_at"] for one in mine]
     num_spikes = [len(spikes(one["norms"])) for one in mine]
     curve = [[at, sum(last >= at for last in lasted) / len(lasted)] for at in range(0, setting.num_steps + 1, 10)]

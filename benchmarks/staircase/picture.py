@@ -40,7 +40,7 @@ def _panel(left: float, title: str, rows: Sequence[dict[str, Any]]) -> list[str]
     for index, row in enumerate(rows):
         # A little apart, so that runs that all survive do not hide each other.
         points = [
-            (left + step / num_steps * PANEL_WIDTH, bottom - share * PANEL_HEIGHT + 1.5 * index)
+            (left + step / num_steps * PANEL_WIDTH, bottom - share * PANEL_HEIGHT + 1.5 * (index - (len(rows) - 1) / 2))
             for step, share in row["survival_curve"]
         ]
         line = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
