@@ -14,10 +14,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from staircase.run import Setting, Variant, spikes, train
+from staircase.run import SPIKE_FACTOR, Setting, Variant, spikes, train
 
 import gradloc
-from gradloc.clipping import LayerClip, SeqClip, TokenClip
+from gradloc.clipping import LayerClip, SeqClip, TokenClip, layer
 from gradloc.demo import task
 from gradloc.demo.cancellation import LayerExplosion
 from gradloc.demo.grpo import advantages, token_losses
@@ -42,10 +42,14 @@ class Event:
     seed: int
     growth: float
     cosine_layer_clip: float
+    cosine_layers_only: float  # by LayerClip(positions=False): layers scaled after the backward pass
     cosine_global_clip: float  # of the gradient as it is: scaling all of it turns nothing
     bound: float  # sqrt(1 - the clipped layers' healthy share of the squared norm)
     best: float  # that any scaling of whole layers reaches, chosen by who knows the healthy gradient
-    layers: Sequence[str]
+    layers: Sequence[str]  # that got another gradient
+
+
+_Row = tuple[int, torch.Tensor]  # of the embedding: a token's id, and its vector [H]
 
 
 class _Scene:
@@ -84,20 +88,38 @@ class _Scene:
         (losses_BR.sum() / rollouts.mask_BR.sum()).backward()
         return _gradients(self.model)
 
-    def strike(self, fault: str, number: int) -> tuple[Rollouts, int] | None:
-        """A step with the fault in it, and the struck answer's row; None where this step offers no place."""
+    def scaled(self, gradient: list[torch.Tensor]) -> list[torch.Tensor]:
+        """What LayerClip would make of a finished gradient, with what it has learned of the layers."""
+        settings = self.clip.settings
+        layers = [block_of(layer_key(name)) for name, _ in self.model.named_parameters()]
+        names = tuple(dict.fromkeys(layers))
+        history = layer.load_history(self.clip.state_dict(), names, settings)
+        norms_L = np.array([_norm([g for g, one in zip(gradient, layers, strict=True) if one == n]) for n in names])
+        limits_L, medians_L = layer.limits_from(history, settings), layer.medians_from(history)
+        scale = dict(zip(names, layer.layer_clip(norms_L, limits_L, medians_L, settings.power).tolist(), strict=True))
+        return [part * scale[one] for part, one in zip(gradient, layers, strict=True)]
+
+    def strike(self, fault: str, number: int) -> tuple[Rollouts, int, _Row | None] | None:
+        """A step with the fault in it, the struck answer's row and what the embedding was before; None where this step
+        offers no place."""
         previous, rollouts = self.sample(), self.sample()
         planned = FAULTS[fault](number, 1, Path())
         deed = planned.attempt(Moment(0, 0, rollouts, previous, self.copy, self.model, self.healthy_norm))
         if deed is None:
             return None
+        before = None
         if deed.embedding is not None:
-            with torch.no_grad():
-                table_VH = self.model.get_input_embeddings().weight
-                table_VH[deed.embedding[0]] = deed.embedding[1].to(table_VH.dtype)
+            before = deed.embedding[0], self.model.get_input_embeddings().weight[deed.embedding[0]].detach().clone()
+            self.set_embedding(deed.embedding)
         planted = deed.planted
         num_rows = len(rollouts.problems) // 4  # of a micro-batch of the demo
-        return deed.rollouts, planted["micro_batch"] * num_rows + planted["sequence"]
+        return deed.rollouts, planted["micro_batch"] * num_rows + planted["sequence"], before
+
+    @torch.no_grad()
+    def set_embedding(self, row: _Row | None) -> None:
+        if row is not None:
+            table_VH = self.model.get_input_embeddings().weight
+            table_VH[row[0]] = row[1].to(table_VH.dtype)
 
 
 def events(seed: int, num_events: int) -> list[Event]:
@@ -111,18 +133,26 @@ def events(seed: int, num_events: int) -> list[Event]:
             struck = scene.strike(fault, 1_000 * seed + number)
             if struck is None:
                 continue
-            rollouts, culprit = struck
-            calm = scene.backward(rollouts, culprit)
-            whole = scene.backward(rollouts)
+            rollouts, culprit, before = struck
+            with scene.clip.suspended():
+                calm = scene.backward(rollouts, culprit)
+                if _norm(calm) > SPIKE_FACTOR * scene.healthy_norm:
+                    scene.set_embedding(before)
+                    continue  # another answer has the token in the same place: two culprits
+                whole = scene.backward(rollouts)
+            scaled = scene.scaled(whole)
+            scene.backward(rollouts)
             scene.probe.observe()
             clipped = _gradients(scene.model)
-            layers = tuple(action.name for action in scene.clip.last)
+            layers = scene.clip.changed
+            scene.set_embedding(before)  # one culprit a step: the next step must not meet this one's token again
             found.append(
                 Event(
                     fault,
                     seed,
                     _norm(whole) / _norm(calm),
                     _cosine(clipped, calm),
+                    _cosine(scaled, calm),
                     _cosine(whole, calm),
                     math.sqrt(max(0.0, 1 - _share(scene.model, calm, layers))),
                     _best(scene.model, whole, calm),
@@ -202,12 +232,12 @@ def overhead(num_steps: int = 30) -> dict[str, float]:
     model = Qwen3ForCausalLM(config)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
     meter = _Meter()
-    clips = [
-        _Timed(TokenClip(), meter, "factor"),
-        _Timed(SeqClip(), meter, "factor"),
-        _Timed(LayerClip(), meter, "clip"),
-    ]
-    probe = gradloc.watch(model, optimizer, run="overhead", remedies=[one.remedy for one in clips])
+    tokens, sequences, layers = TokenClip(), SeqClip(), LayerClip()
+    probe = gradloc.watch(model, optimizer, run="overhead", remedies=[tokens, sequences, layers])
+    assert layers.stream is not None
+    for timed, methods in ((tokens, ["factor"]), (sequences, ["factor"]), (layers, ["clip"])):
+        _measure(timed, methods, meter)
+    _measure(layers.stream, ["held_back", "take"], meter)
     shares = []
     generator = torch.Generator().manual_seed(0)
     for _ in range(num_steps):
@@ -239,18 +269,18 @@ class _Meter:
     spent = 0.0
 
 
-class _Timed:
-    """Measures one method of a remedy from outside."""
+def _measure(what: Any, methods: Sequence[str], meter: _Meter) -> None:
+    """Measures methods of an object from outside."""
 
-    def __init__(self, remedy: Any, meter: _Meter, method: str) -> None:
-        self.remedy = remedy
-        inner = getattr(remedy, method)
-
-        def timed(*args: Any) -> Any:
+    def timed(inner: Any) -> Any:
+        def call(*args: Any) -> Any:
             started = time.process_time()
             try:
                 return inner(*args)
             finally:
                 meter.spent += time.process_time() - started
 
-        setattr(remedy, method, timed)
+        return call
+
+    for method in methods:
+        setattr(what, method, timed(getattr(what, method)))

@@ -7,11 +7,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradloc.agreement import CommonView, LocalView, from_vector, to_vector
+from gradloc.agreement import CommonView, Layout, LocalView, from_vector, to_vector
 from gradloc.capture import SUMMARY_FIELDS
 from gradloc_proto.messages import Limits
 
 NAMES = ("embedding", "layers.0.mlp", "head")
+BOUNDARIES = ("embedding", "layers.0", "layers.1")
 floats = st.floats(allow_nan=True, allow_infinity=True, width=64)
 maybe = st.none() | st.floats(min_value=1e-12, max_value=1e12)
 
@@ -28,8 +29,9 @@ def blank(**changes: object) -> LocalView:
 
 
 def summed(*views: LocalView) -> CommonView:
-    vectors = [to_vector(view, NAMES, rank, len(views)) for rank, view in enumerate(views)]
-    return from_vector(torch.stack(vectors).sum(0), NAMES, len(views))
+    layout = Layout(NAMES, BOUNDARIES, len(views))
+    vectors = [to_vector(view, layout, rank) for rank, view in enumerate(views)]
+    return from_vector(torch.stack(vectors).sum(0), layout)
 
 
 @given(norm=maybe, healthy=maybe, layer=maybe, version=st.integers(0, 2**50))
@@ -87,3 +89,26 @@ def test_the_worst_rank_is_the_one_with_nan_else_the_largest() -> None:
 
     assert summed(rank(1.0), rank(3.0), rank(2.0)).worst_rank() == 1
     assert summed(rank(1.0), rank(math.inf), rank(math.nan)).worst_rank() == 2
+
+
+def test_what_entered_the_layers_adds_up_over_ranks() -> None:
+    view = summed(
+        blank(entering={"embedding": (2.0**8, 0.0), "layers.0": (3.0**8, 2.0), "layers.1": (1.0, 0.0)}),
+        blank(entering={"embedding": (0.0, 0.0), "layers.0": (3.0**8, 1.0), "layers.1": (math.inf, 0.0)}),
+        blank(),  # a rank without LayerClip says nothing, in as many numbers
+    )
+    assert view.entering_norms["embedding"] == pytest.approx(2.0)
+    assert view.entering_norms["layers.0"] == pytest.approx(3.0 * 2 ** (1 / 8))
+    assert view.entering_norms["layers.1"] == math.inf
+    assert view.num_held == {"embedding": 0, "layers.0": 3, "layers.1": 0}
+    assert (view.num_positions_held, view.held_at) == (3, "layers.0")
+    assert summed(blank()).held_at is None
+
+
+@given(st.lists(st.floats(1e-9, 1e9), min_size=1, max_size=12), st.integers(1, 4))
+def test_however_positions_are_spread_over_ranks_what_enters_is_the_same(norms: list[float], num_ranks: int) -> None:
+    parts = [sum(norm**8 for norm in norms[rank::num_ranks]) for rank in range(num_ranks)]
+    spread = summed(*(blank(entering={"layers.0": (power, 0.0)}) for power in parts)).entering_norms["layers.0"]
+    alone = summed(blank(entering={"layers.0": (sum(norm**8 for norm in norms), 0.0)})).entering_norms["layers.0"]
+    assert spread == pytest.approx(alone, rel=1e-9)
+    assert max(norms) * (1 - 1e-9) <= alone <= max(norms) * len(norms) ** (1 / 8) * (1 + 1e-9)

@@ -44,7 +44,9 @@ class Fidelity(Part):
     """How well the replay reproduced the step.
 
     healthy_rel_error: what the replay of the run's healthy reference deviated by, where it was asked. again_norm,
-    elsewhere_norm: of further replays, on the same device and on another, where the first did not match.
+    elsewhere_norm: of further replays, on the same device and on another, where the first did not match. held_at: the
+    highest layer that the trainer's LayerClip held positions back from; the replay holds nothing back, so the norms
+    differ and the errors are those of the layers above.
     """
 
     reported_norm: float
@@ -56,6 +58,7 @@ class Fidelity(Part):
     healthy_rel_error: float | None = None
     again_norm: float | None = None
     elsewhere_norm: float | None = None
+    held_at: ShortText | None = None
 
 
 class Cause(Part):

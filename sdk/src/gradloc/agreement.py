@@ -7,11 +7,13 @@ over ranks, nothing that can hang alone.
 """
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import torch
 
 from gradloc.capture import SUMMARY_FIELDS
+from gradloc.clipping.stream import norms_from
 from gradloc_proto.messages import Limits
 
 METRICS = (
@@ -45,6 +47,7 @@ class LocalView:
     limits: Limits | None = None
     wish: tuple[int, bool] | None = None  # for a snapshot: of which step, and whether the newest will do as well
     kept_step: int | None = None  # whose batch this rank holds and would keep for rank 0's wish of the step before
+    entering: Mapping[str, tuple[float, float]] = field(default_factory=dict)  # by layer, as ResidualStream.take
 
 
 @dataclass(frozen=True)
@@ -56,6 +59,8 @@ class CommonView:
     limits: Limits
     ranks: tuple[dict[str, float], ...]
     wish: tuple[int, bool] | None
+    entering_norms: dict[str, float] = field(default_factory=dict)  # of what goes into a layer from above
+    num_held: dict[str, int] = field(default_factory=dict)  # positions of it that LayerClip held back
 
     @property
     def failed(self) -> bool:
@@ -83,6 +88,16 @@ class CommonView:
     def rank_norms(self) -> tuple[float, ...]:
         """Norm of each rank's own gradient, where every rank holds the whole one and adds its part of the square."""
         return tuple(_root(len(self.ranks) * rank["square"]) for rank in self.ranks)
+
+    @property
+    def num_positions_held(self) -> int:
+        """That LayerClip held back at this step; one may count at several layers."""
+        return sum(self.num_held.values())
+
+    @property
+    def held_at(self) -> str | None:
+        """The highest layer that positions were held back from: it and all below got another gradient."""
+        return next((name for name, number in reversed(self.num_held.items()) if number > 0), None)
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -113,14 +128,27 @@ class CommonView:
 _NOT_GIVEN = -1.7e308  # a sum of float64 keeps it exactly, and no metric has this value
 
 
-def vector_length(num_layers: int, world_size: int) -> int:
-    return 3 * num_layers + len(_SHARED) + world_size * len(_RANK_FIELDS)
+@dataclass(frozen=True)
+class Layout:
+    """What the vector's places belong to; the same on every rank, whatever is switched on there.
+
+    layers: keys of the measured layers; boundaries: the layers whose entering gradient may be (`ResidualStream.names`).
+    """
+
+    layers: tuple[str, ...]
+    boundaries: tuple[str, ...]
+    world_size: int
+
+    @property
+    def length(self) -> int:
+        slots = self.world_size * len(_RANK_FIELDS)
+        return 3 * len(self.layers) + len(_SHARED) + slots + 2 * len(self.boundaries)
 
 
-def to_vector(view: LocalView, layer_names: tuple[str, ...], rank: int, world_size: int) -> torch.Tensor:
-    """This rank's addend: float64 [vector_length]."""
-    num_layers = len(layer_names)
-    vector = torch.zeros(vector_length(num_layers, world_size), dtype=torch.float64)
+def to_vector(view: LocalView, layout: Layout, rank: int) -> torch.Tensor:
+    """This rank's addend: float64 [layout.length]."""
+    layer_names, num_layers = layout.layers, len(layout.layers)
+    vector = torch.zeros(layout.length, dtype=torch.float64)
     vector[:num_layers] = view.layer_squares_L
     if rank == 0:
         limits = view.limits or Limits()
@@ -134,18 +162,21 @@ def to_vector(view: LocalView, layer_names: tuple[str, ...], rank: int, world_si
     flags = [float(flag) for flag in (view.failed, view.ready, view.idle)]
     flags += [-1.0 if view.kept_step is None else float(view.kept_step), float(view.layer_squares_L.sum())]
     vector[at : at + len(_RANK_FIELDS)] = torch.tensor([*flags, *view.summary.tolist(), *metrics], dtype=torch.float64)
+    entering = [value for name in layout.boundaries for value in view.entering.get(name, (0.0, 0.0))]
+    vector[layout.length - len(entering) :] = torch.tensor(entering, dtype=torch.float64)
     return vector
 
 
-def from_vector(total: torch.Tensor, layer_names: tuple[str, ...], world_size: int) -> CommonView:
+def from_vector(total: torch.Tensor, layout: Layout) -> CommonView:
     """What the sum over ranks says."""
     values: list[float] = total.tolist()
-    num_layers = len(layer_names)
+    layer_names, num_layers, world_size = layout.layers, len(layout.layers), layout.world_size
     squares, rest = values[:num_layers], values[num_layers:]
     version, norm_limit, healthy_norm, late, or_newest = rest[: len(_SHARED)]
     layer_limits = rest[len(_SHARED) : len(_SHARED) + num_layers]
     healthy_layers = rest[len(_SHARED) + num_layers : len(_SHARED) + 2 * num_layers]
     slots = rest[len(_SHARED) + 2 * num_layers :]
+    entering = slots[world_size * len(_RANK_FIELDS) :]
     width = len(_RANK_FIELDS)
     return CommonView(
         norm=_root(math.fsum(squares) if all(map(math.isfinite, squares)) else sum(squares)),
@@ -161,6 +192,8 @@ def from_vector(total: torch.Tensor, layer_names: tuple[str, ...], world_size: i
             dict(zip(_RANK_FIELDS, slots[rank * width : (rank + 1) * width], strict=True)) for rank in range(world_size)
         ),
         wish=None if late < 0 else (int(late), or_newest > 0),
+        entering_norms=dict(zip(layout.boundaries, norms_from(entering[::2]), strict=True)),
+        num_held=dict(zip(layout.boundaries, map(int, entering[1::2]), strict=True)),
     )
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from gradloc.clipping.stream import is_below
 from gradloc.replay import Gradient
 from gradloc_proto.messages import Fidelity
 
@@ -30,7 +31,7 @@ SQUARES_OVERFLOW = 1.8e19  # norms above it overflow when float32 squares them
 
 @dataclass(frozen=True)
 class StepFacts:
-    """What the trainer and the detector said about the step. `weights`: as in a snapshot's manifest."""
+    """What the trainer and the detector said about the step. `weights`, `held_at`: as in a snapshot's manifest."""
 
     step: int
     grad_norm: float
@@ -42,6 +43,13 @@ class StepFacts:
     rank_norms: Sequence[float] = ()
     metrics: Mapping[str, float] = field(default_factory=dict)
     metrics_usual: Mapping[str, float] = field(default_factory=dict)
+    held_at: str | None = None
+
+    def compared(self, layer_norms: Mapping[str, float]) -> dict[str, float]:
+        """Of a replay's layer norms those that can be compared with the trainer's: where LayerClip held positions back,
+        those above. A replay holds nothing back."""
+        held_at = self.held_at
+        return {key: norm for key, norm in layer_norms.items() if held_at is None or not is_below(key, held_at)}
 
     def limit_for(self, norm: float) -> float:
         """The step's own limit, else one made from what is known."""
@@ -64,12 +72,19 @@ def fidelity_of(
     tolerance = tolerance_of(grid)
     if healthy_rel_error is not None and math.isfinite(healthy_rel_error):
         tolerance = min(max(tolerance, HEALTHY_ERROR_FACTOR * healthy_rel_error), TOLERANCE_MEASURED_MAX)
-    rel_error = _error(facts.grad_norm, gradient.norm, 1e-30)
-    floor = LAYER_FLOOR * abs(facts.grad_norm)
-    layers = [_error(norm, gradient.layer_norms.get(key, 0.0), floor) for key, norm in facts.layer_norms.items()]
+    reported, replayed = facts.grad_norm, gradient.norm
+    told = facts.compared(facts.layer_norms)
+    if facts.held_at is not None:
+        # Without a layer that can be compared nothing shows that this is the step.
+        reported = math.hypot(*told.values()) if told else math.inf
+        replayed = math.hypot(*facts.compared(gradient.layer_norms).values())
+    rel_error = _error(reported, replayed, 1e-30)
+    floor = LAYER_FLOOR * abs(reported)
+    layers = [_error(norm, gradient.layer_norms.get(key, 0.0), floor) for key, norm in told.items()]
     layer_error = max(layers, default=None)
     return Fidelity(
         reported_norm=facts.grad_norm,
+        held_at=facts.held_at,
         replayed_norm=gradient.norm,
         rel_error=rel_error,
         layer_rel_error_max=layer_error,
@@ -109,7 +124,7 @@ def refusal(facts: StepFacts, fidelity: Fidelity, gradient: Gradient, limit: flo
 def _differs_by_one_factor(facts: StepFacts, gradient: Gradient) -> bool:
     factors = [
         norm / gradient.layer_norms[key]
-        for key, norm in facts.layer_norms.items()
+        for key, norm in facts.compared(facts.layer_norms).items()
         if gradient.layer_norms.get(key, 0.0) > LAYER_FLOOR * gradient.norm
     ]
     return len(factors) >= 2 and max(factors) - min(factors) <= COMMON_FACTOR_SPREAD * abs(min(factors))

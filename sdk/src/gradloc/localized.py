@@ -32,6 +32,8 @@ def summary_of(
 ) -> str:
     """One sentence for a log line; never a token's text."""
     parts = [f"{verdict}: norm {fidelity.reported_norm:.4g}"]
+    if fidelity.held_at is not None:
+        parts = [f"{verdict}: norm {fidelity.replayed_norm:.4g}, held to {fidelity.reported_norm:.4g} by LayerClip"]
     if found:
         first = found[0]
         where = f"rank {first.rank} micro-batch {first.micro_batch} sequence {first.sequence} token {first.token}"

@@ -67,6 +67,7 @@ class Manifest(_Document):
     limit: float | None = None
     healthy_norm: float | None = None
     healthy_layer_norms: dict[str, float] = {}
+    held_at: str | None = None  # the highest layer that LayerClip held positions back from: the norms are without them
     rank_norms: tuple[float, ...] = ()  # each rank's own, where every rank holds the whole gradient
     metrics: dict[str, float] = {}  # lr, reward_mean, ... of the step, mean over ranks
     metrics_usual: dict[str, float] = {}  # their medians over the steps before

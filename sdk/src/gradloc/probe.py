@@ -27,9 +27,10 @@ import torch
 import torch.distributed as dist
 
 from gradloc import __version__
-from gradloc.agreement import METRICS, CommonView, LocalView, from_vector, to_vector
+from gradloc.agreement import METRICS, CommonView, Layout, LocalView, from_vector, to_vector
 from gradloc.capture import SUMMARY_FIELDS, Capture, summarize
 from gradloc.clipping.applied import AppliedRemedies, Remedy
+from gradloc.clipping.stream import boundaries_of
 from gradloc.head import Head
 from gradloc.healthy_reference import FIRST_AFTER_STEPS, ReferencePlan
 from gradloc.inline import InlineLocalizer
@@ -159,12 +160,19 @@ class Probe:
         self._scaler = scaler
         self._grad_factor = self._rank_factor  # of the step in progress, the loss scale taken out
         self._norms = LayerNorms(self._module.named_parameters(), self.world_size)
+        self._layout = Layout(self._norms.names, boundaries_of(self._module), self.world_size)
         self._sharded = is_sharded(self._module)
         self._inputs_bytes_max = model_inputs_bytes_max
         self._capture = Capture(
             inputs_bytes_max=model_inputs_bytes_max, placeholders=placeholders_of(self._record.config)
         )
-        self._remedies = AppliedRemedies(remedies, model, self._module)
+        self._remedies = AppliedRemedies(
+            remedies,
+            model,
+            self._module,
+            lambda: self._rank_factor / _loss_scale(self._scaler),
+            lambda error: self._complain("backward", error),
+        )
         self.findings: deque[Finding] = deque(maxlen=FINDINGS_LENGTH)
         self._inline = None if localize is None else self._inline_localizer(model, texts)
         self._ring: deque[_KeptStep] = deque(maxlen=RING_LENGTH)
@@ -330,6 +338,7 @@ class Probe:
                     limits=limits,
                     kept_step=None if kept is None else kept.step,
                     wish=wish,
+                    entering=self._remedies.entering(),
                 ),
                 micro_batches,
             )
@@ -342,17 +351,19 @@ class Probe:
             return LocalView(zeros, blank, {}, failed=True, ready=False, limits=limits, wish=wish), ()
 
     def _agree(self, local: LocalView) -> CommonView | None:
-        vector = to_vector(local, self._norms.names, self.rank, self.world_size)
+        vector = to_vector(local, self._layout, self.rank)
         if self.world_size > 1:
             device = _collective_device()
             vector = vector.to(device)
             dist.all_reduce(vector)
             vector = vector.cpu()
-        view = from_vector(vector, self._norms.names, self.world_size)
+        view = from_vector(vector, self._layout)
         return None if view.failed else view
 
     def _act(self, view: CommonView, micro_batches: tuple[MicroBatch, ...]) -> Decision:
-        hit = rules.breaches(view.limits, view.norm, view.layer_norms)
+        broken = rules.breaches(view.limits, view.norm, view.layer_norms)
+        # What LayerClip held back is no norm any more, and all the same somebody should explain it.
+        hit = (*broken, rules.HELD) if view.num_positions_held else broken
         decision: Decision = "snapshot" if hit and view.ready else "go"
         snapshot_url = None
         if decision == "snapshot" and self._writer is not None:
@@ -363,13 +374,16 @@ class Probe:
         elif self._references is not None and self._references.is_due(view.norm, view.limits, hit) and view.idle:
             self._references.taken()
             self._take_snapshot(self.step, view, micro_batches, "reference")
-        if hit and self._inline is not None and self._inline.wants(self.step):
+        # Held back, it is not in the gradients that inline mode looks at.
+        if broken and not view.num_positions_held and self._inline is not None and self._inline.wants(self.step):
             self._explain(self._inline, view, micro_batches, hit)
         if hit and self._skip_above is not None and self._beyond_skip(view):
             decision = "skip"
             for parameter in self._module.parameters():
                 parameter.grad = None
-        remedied = {} if decision == "skip" else self._remedies.after_agreement(view.layer_norms)
+        remedied: dict[str, float] = {}
+        if decision != "skip":
+            remedied = self._remedies.after_agreement(view.layer_norms, view.entering_norms, view.num_held)
         if self.rank == 0:
             now = time.monotonic()
             step_s, self._last_step_at = now - self._last_step_at, now
@@ -404,7 +418,8 @@ class Probe:
     ) -> None:
         spike = SpikedStep(self.step, view.norm, view.layer_norms, view.limits, hit)
         try:
-            finding = inline.explain(spike, micro_batches, self._grad_factor)
+            with self._remedies.suspended():
+                finding = inline.explain(spike, micro_batches, self._grad_factor)
         except Exception as error:
             if _strict():
                 raise
@@ -478,7 +493,8 @@ class Probe:
             limit=view.limits.norm,
             healthy_norm=view.limits.healthy_norm,
             healthy_layer_norms=view.limits.healthy_layers,
-            rank_norms=() if self._sharded else view.rank_norms,
+            rank_norms=() if self._sharded or view.num_positions_held else view.rank_norms,
+            held_at=view.held_at,
             metrics=view.metrics,
             metrics_usual=_medians(self._metrics_before),
             weights="none" if self._weights_apart else weights,

@@ -8,8 +8,9 @@ from collections.abc import Mapping, Sequence
 
 from gradloc import whatif
 from gradloc.culprits import CulpritSet, Scene
+from gradloc.held import Hold, without_culprits
 from gradloc.replay import Gradient
-from gradloc.whatif import Change, WhatIf
+from gradloc.whatif import Change, GradientChange, WhatIf
 from gradloc_proto.messages import Cause, Fix
 
 NUM_TRIED_MAX = 2  # each costs a replay
@@ -47,7 +48,11 @@ def _fix_of(
     change = _change_for(cause, healthy_layer_norms or ({} if found is None else found.without.layer_norms))
     if change is None:
         return None
-    told = foretell(scene, change)
+    hold = None
+    if found is not None and isinstance(change, GradientChange) and change.holds is not None:
+        with scene.policy.meter.stage("certificate"):
+            _, hold = without_culprits(scene.policy, scene.batches, scene.coefficients, found.places)
+    told = foretell(scene, change, hold=hold)
     if told is None:
         return None
     return Fix(name=told.name, norm_after=told.norm, holds=math.isfinite(told.norm) and told.norm <= limit)
@@ -65,7 +70,7 @@ def _change_for(cause: str, healthy_layer_norms: Mapping[str, float]) -> Change 
     return changes.get(cause)
 
 
-def foretell(scene: Scene, change: Change, healthy: Gradient | None = None) -> WhatIf | None:
+def foretell(scene: Scene, change: Change, healthy: Gradient | None = None, hold: Hold | None = None) -> WhatIf | None:
     """The scene's step under a change; see `whatif.foretell`."""
     return whatif.foretell(
         change,
@@ -74,4 +79,5 @@ def foretell(scene: Scene, change: Change, healthy: Gradient | None = None) -> W
         scene.gradient,
         lambda coefficients: scene.under(coefficients).gradient,
         healthy,
+        hold,
     )

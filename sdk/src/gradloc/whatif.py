@@ -16,6 +16,7 @@ from torch import Tensor
 
 from gradloc.clipping import layer, sequence, token
 from gradloc.clipping.layer import LayerLimits
+from gradloc.held import Hold
 from gradloc.layers import block_of, layer_key
 from gradloc.policy import PlacedBatch
 from gradloc.replay import Gradient, gradient_of, masked
@@ -36,10 +37,12 @@ class CoefficientChange:
 
 @dataclass(frozen=True)
 class GradientChange:
-    """Something done to the finished gradient."""
+    """Something done to the finished gradient. holds: where positions are held back before it is finished, how many
+    times what enters a layer in a healthy step may enter it."""
 
     name: str
     apply: Callable[[Gradient], Gradient]
+    holds: float | None = None
 
 
 Change = CoefficientChange | GradientChange
@@ -63,13 +66,18 @@ def foretell(
     gradient: Gradient,
     replayed: Callable[[Coefficients], Gradient],
     healthy: Gradient | None = None,
+    hold: Hold | None = None,
 ) -> WhatIf | None:
     """The step under `change`; None where the batch lacks what it needs.
 
     gradient: of the step as it is. replayed: the gradient under other coefficients (costs a forward and a backward).
+    hold: for LayerClip, to hold positions back (costs as much); without it layers alone are clipped.
     """
     num_changed = None
     if isinstance(change, GradientChange):
+        if change.holds is not None and hold is not None:
+            factor = change.holds
+            gradient = hold.under({name: factor * norm for name, norm in hold.entering_norms.items() if norm > 0})
         changed = change.apply(gradient)
     else:
         others = change.apply(batches, coefficients)
@@ -157,7 +165,7 @@ def inside_mask() -> CoefficientChange:
 
 def layer_clip(healthy_layer_norms: Mapping[str, float], settings: LayerLimits | None = None) -> GradientChange:
     """LayerClip of `gradloc.clipping`, by block, with healthy norms by layer key for a history: a block's limit is
-    `factor_of_median` times its healthy norm."""
+    `factor_of_median` times its healthy norm, and a position's on its way into one as many times what enters it."""
     settings = settings or LayerLimits()
     healthy = _by_block(healthy_layer_norms)
 
@@ -169,7 +177,7 @@ def layer_clip(healthy_layer_norms: Mapping[str, float], settings: LayerLimits |
         )
         return _scaled(gradient, dict(zip(norms, scale_L.tolist(), strict=True)))
 
-    return GradientChange("LayerClip", apply)
+    return GradientChange("LayerClip", apply, holds=settings.factor_of_median)
 
 
 def norm_clip(max_norm: float) -> GradientChange:

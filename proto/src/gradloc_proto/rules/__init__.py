@@ -32,6 +32,7 @@ from gradloc_proto.rules.judgement import (
     limits_of,
 )
 from gradloc_proto.rules.kinds import (
+    HELD,
     RULES_OF_EVERY_BATCH,
     RULES_OF_THE_RUN,
     is_about_gradient,
@@ -43,6 +44,7 @@ from gradloc_proto.rules.thresholds import LEVEL_FACTOR, Level, segment_limit, s
 
 __all__ = [
     "DEFAULT_SENSITIVITY",
+    "HELD",
     "LEVEL_FACTOR",
     "RULES_OF_EVERY_BATCH",
     "RULES_OF_THE_RUN",

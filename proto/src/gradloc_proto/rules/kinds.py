@@ -20,6 +20,10 @@ RULES_OF_THE_RUN = frozenset(
 # out of line; the norm is as usual, so that no trainer keeps a batch by itself.
 RULES_OF_EVERY_BATCH = frozenset({"reward-cliff", "accuracy-cliff"})
 
+# The trainer's LayerClip held positions back: the norm is as usual because of that, and a replay, which holds nothing
+# back, shows what it would have been.
+HELD = "held"
+
 
 def is_about_gradient(flags: Iterable[Flag]) -> bool:
     """Whether a replay can say what some flag asks; unknown rules count: better one job too many."""

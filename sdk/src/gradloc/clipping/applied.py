@@ -3,11 +3,13 @@
 Knows the probe's moments (before a backward, before the ranks agree, after) but not the probe.
 """
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
+from gradloc.clipping.stream import ResidualStream
 from gradloc.clipping.switches import LayerClip, RewardGuard, SeqClip, TokenClip
 
 Remedy = TokenClip | SeqClip | LayerClip | RewardGuard
@@ -29,7 +31,15 @@ _NOT_FOR_LAYER_CLIP = {
 class AppliedRemedies:
     """Refuses, with ValueError and by name, remedies that cannot work here or are given twice."""
 
-    def __init__(self, remedies: Sequence[Remedy], model: torch.nn.Module, module: torch.nn.Module) -> None:
+    def __init__(
+        self,
+        remedies: Sequence[Remedy],
+        model: torch.nn.Module,
+        module: torch.nn.Module,
+        factor: Callable[[], float],
+        on_error: Callable[[Exception], None],
+    ) -> None:
+        """factor, on_error: as ResidualStream takes them."""
         for remedy in remedies:
             if type(remedy) not in FRACTION_NAMES:
                 raise ValueError(
@@ -42,9 +52,12 @@ class AppliedRemedies:
         self._on_coefficients = [one for one in remedies if isinstance(one, TokenClip | SeqClip)]
         self._layer_clip = next((one for one in remedies if isinstance(one, LayerClip)), None)
         self._counted = [one for one in remedies if not isinstance(one, LayerClip)]
+        self._stream: ResidualStream | None = None
         if self._layer_clip is not None:
             _refuse_wrapper(model)
-            self._layer_clip.attach(module.named_parameters())
+            if self._layer_clip.positions:
+                self._stream = ResidualStream(module, factor, on_error)
+            self._layer_clip.attach(module.named_parameters(), self._stream)
 
     def before_backward(self, logp_BR: Tensor, mask: Tensor, rollout_logp: Tensor | None) -> None:
         """Hook the coefficients of one micro-batch. Raises ValueError without rollout_logp, where it is needed."""
@@ -71,11 +84,25 @@ class AppliedRemedies:
         found = {FRACTION_NAMES[type(remedy)]: remedy.tally.take() for remedy in self._counted}
         return {name: fraction for name, fraction in found.items() if fraction is not None}
 
-    def after_agreement(self, layer_norms: Mapping[str, float]) -> dict[str, float]:
+    def entering(self) -> Mapping[str, tuple[float, float]]:
+        """What went into the layers from above at this step on this rank, for ranks to add up: by layer, as
+        `ResidualStream.take`; starts the next step's."""
+        if self._stream is None:
+            return {}
+        powers_K, held_K = self._stream.take().tolist()
+        return dict(zip(self._stream.names, zip(powers_K, held_K, strict=True), strict=True))
+
+    def suspended(self) -> contextlib.AbstractContextManager[None]:
+        """Backward passes inside are gradloc's own: none of the step's."""
+        return contextlib.nullcontext() if self._stream is None else self._stream.suspended()
+
+    def after_agreement(
+        self, layer_norms: Mapping[str, float], entering_norms: Mapping[str, float], num_held: Mapping[str, int]
+    ) -> dict[str, float]:
         """Clip layers by the norms of all ranks; what that did, which is the same on every rank."""
         if self._layer_clip is None:
             return {}
-        return {FRACTION_NAMES[LayerClip]: self._layer_clip.clip(layer_norms)}
+        return {FRACTION_NAMES[LayerClip]: self._layer_clip.clip(layer_norms, entering_norms, num_held)}
 
 
 def _times(factor_BR: Tensor) -> Callable[[Tensor], Tensor]:

@@ -8,6 +8,7 @@ own clipping. None talks to other ranks: LayerClip decides from the layer norms 
 Shapes: B rows, R response positions, L layers.
 """
 
+import contextlib
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from gradloc.clipping import layer, reward, sequence, token
+from gradloc.clipping.stream import ResidualStream, is_below
 from gradloc.layers import block_of, layer_key
 
 
@@ -124,21 +126,31 @@ class RewardGuard(_Counted):
 
 @dataclass(frozen=True)
 class LayerAction:
-    """What LayerClip did to one layer at one step. `limit` is None where the norm was not finite."""
+    """What LayerClip did to one layer at one step. `limit` is None where the norm was not finite.
+
+    num_positions: how many positions were held back on their way into the layer, so that it and all below got nothing
+    from them; `norm` and `limit` are then those of what enters. 0: the layer's own gradient was scaled.
+    """
 
     name: str
     norm: float
     limit: float | None
     scale: float
+    num_positions: int = 0
 
 
 class LayerClip(_Counted):
-    """Scales a layer's gradient down when it exceeds a limit from the layer's own history; see `layer.py`.
+    """Holds each layer to limits from its own history, in two places.
+
+    Between blocks, while the backward pass runs: a position whose gradient exceeds what has ever entered the layer
+    below sends nothing further down (`stream.py`), so that one token cannot explode the layers below it and all other
+    tokens' gradients stay as they are; `positions=False` leaves this out. After the backward pass: a layer whose
+    gradient exceeds its limit all the same is scaled down (`layer.py`).
 
     by "block": a transformer block, the embedding, the head are a layer each; by "kind": attention, MLP and
-    norms of a block count apart. `last` is what it did at the last step. A layer whose norm is not finite gets
-    no gradient at all (None): a zero would still move an optimizer with momentum. Keep `state_dict` in the
-    checkpoint, on every rank or on one: it is the same on all.
+    norms of a block count apart. `last` is what it did at the last step, `changed` the layers that got another gradient
+    than without it. A layer whose norm is not finite gets no gradient at all (None): a zero would still move an
+    optimizer with momentum. Keep `state_dict` in the checkpoint, on every rank or on one: it is the same on all.
     """
 
     def __init__(
@@ -149,6 +161,7 @@ class LayerClip(_Counted):
         *,
         ceiling_of_median: float = 10.0,
         by: Literal["block", "kind"] = "block",
+        positions: bool = True,
         window: int = 32,
         num_warmup: int = 8,
         regime_steps: int = 12,
@@ -160,62 +173,122 @@ class LayerClip(_Counted):
             factor_of_max, factor_of_median, ceiling_of_median, power, window, num_warmup, regime_steps
         )
         self.by = by
+        self.positions = positions
         self.last: tuple[LayerAction, ...] = ()
+        self.changed: tuple[str, ...] = ()
         self._parameters: dict[str, list[torch.nn.Parameter]] = {}
         self._history: layer.LayerHistory | None = None
+        self._entering: layer.LayerHistory | None = None
+        self.stream: ResidualStream | None = None
         self._loaded: Mapping[str, Any] | None = None
 
-    def attach(self, named_parameters: Iterable[tuple[str, torch.nn.Parameter]]) -> None:
-        """Learn which parameters make a layer. Raises ValueError when it watches a model already."""
+    def attach(
+        self, named_parameters: Iterable[tuple[str, torch.nn.Parameter]], stream: ResidualStream | None = None
+    ) -> None:
+        """Learn which parameters make a layer, and where it is entered. Raises ValueError when it watches a model
+        already."""
         if self._history is not None:
             raise ValueError("LayerClip: this one watches a model already; expected one LayerClip a model")
         for name, parameter in named_parameters:
             if parameter.requires_grad:
                 self._parameters.setdefault(self._layer_of(layer_key(name)), []).append(parameter)
         self._history = layer.empty_history(tuple(self._parameters), self.settings)
+        self.stream = stream if self.positions else None
+        self._entering = layer.empty_history(() if self.stream is None else self.stream.names, self.settings)
         if self._loaded is not None:
             self.load_state_dict(self._loaded)
 
     def limits(self) -> dict[str, float]:
         """Limit of each layer for the next step; layers still learning are missing."""
-        history = self._attached()
-        limits_L = layer.limits_from(history, self.settings)
-        return {name: limit for name, limit in zip(history.names, limits_L.tolist(), strict=True) if limit > 0}
+        return _known(layer.limits_from(self._attached(), self.settings), self._attached().names)
 
-    def clip(self, layer_norms: Mapping[str, float]) -> float:
-        """Scale the gradients in place, then learn. Fraction of layers acted on.
+    def entering_limits(self) -> dict[str, float]:
+        """Limit of a position's gradient on its way into each layer; layers still learning are missing."""
+        self._attached()
+        assert self._entering is not None
+        return _known(layer.limits_from(self._entering, self.settings), self._entering.names)
+
+    def clip(
+        self,
+        layer_norms: Mapping[str, float],
+        entering_norms: Mapping[str, float] | None = None,
+        num_held: Mapping[str, int] | None = None,
+    ) -> float:
+        """Scale the gradients in place, then learn. Fraction of layers that got another gradient than without.
 
         `layer_norms`: norm over all ranks of each layer key, as measured before any clipping. On a sharded
-        model every rank scales its own shard by the same number.
+        model every rank scales its own shard by the same number. entering_norms, num_held: of what enters each layer
+        from above, over all ranks, and how many positions of it were held back at this step.
         """
         history = self._attached()
         norms_L = self._norms(history, layer_norms)
         limits_L = layer.limits_from(history, self.settings)
         scale_L = layer.layer_clip(norms_L, limits_L, layer.medians_from(history), self.settings.power)
-        self.last = tuple(
+        scaled = tuple(
             LayerAction(name, norm, limit if math.isfinite(norm) else None, scale)
             for name, norm, limit, scale in zip(
                 history.names, norms_L.tolist(), limits_L.tolist(), scale_L.tolist(), strict=True
             )
             if scale < 1.0
         )
-        for action in self.last:
+        for action in scaled:
             _scale(self._parameters[action.name], action.scale)
+        held = self._held(entering_norms or {}, num_held or {})
+        self.last = (*held, *scaled)
+        self.changed = tuple(
+            name
+            for name, scale in zip(history.names, scale_L.tolist(), strict=True)
+            if scale < 1.0 or any(is_below(name, one.name) for one in held)
+        )
         self._history = layer.learn(history, norms_L, self.settings)
+        self._learn_entering(entering_norms or {})
         self.tally.num_seen += len(history.names)
-        self.tally.num_acted += len(self.last)
-        return len(self.last) / max(len(history.names), 1)
+        self.tally.num_acted += len(self.changed)
+        return len(self.changed) / max(len(history.names), 1)
 
     def state_dict(self) -> dict[str, Any]:
-        """The history, as plain numbers."""
-        return layer.dump_history(self._attached())
+        """The histories, as plain numbers."""
+        state = layer.dump_history(self._attached())
+        assert self._entering is not None
+        return state | {"entering": layer.dump_history(self._entering)} if self._entering.names else state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over a history; before or after `watch`. Raises ValueError for one of another model."""
+        """Take over a history; before or after `watch`. Raises ValueError for one of another model. What enters the
+        layers is learned anew where the state is of before that was watched, or of positions=False."""
         if self._history is None:
             self._loaded = dict(state)
             return
-        self._history = layer.load_history(state, self._history.names, self.settings)
+        assert self._entering is not None
+        history, entering = layer.load_history(state, self._history.names, self.settings), self._entering
+        if entering.names and isinstance(state.get("entering"), Mapping):
+            entering = layer.load_history(state["entering"], entering.names, self.settings)
+        self._history, self._entering = history, entering
+        self._set_stream_limits()
+
+    def _held(self, entering_norms: Mapping[str, float], num_held: Mapping[str, int]) -> tuple[LayerAction, ...]:
+        limits = self.entering_limits()
+        return tuple(
+            LayerAction(name, entering_norms.get(name, math.nan), limits.get(name), 0.0, number)
+            for name, number in num_held.items()
+            if number > 0
+        )
+
+    def _learn_entering(self, entering_norms: Mapping[str, float]) -> None:
+        assert self._entering is not None
+        if not self._entering.names:
+            return
+        norms_K = np.array([entering_norms.get(name, 0.0) for name in self._entering.names], dtype=np.float64)
+        self._entering = layer.learn(self._entering, norms_K, self.settings)
+        self._set_stream_limits()
+
+    def _set_stream_limits(self) -> None:
+        assert self._entering is not None
+        if self.stream is not None:
+            self.stream.set_limits(layer.limits_from(self._entering, self.settings).tolist())
+
+    def suspended(self) -> contextlib.AbstractContextManager[None]:
+        """Backward passes inside are none of a step's: no position is held back or learned from."""
+        return contextlib.nullcontext() if self.stream is None else self.stream.suspended()
 
     def _norms(self, history: layer.LayerHistory, layer_norms: Mapping[str, float]) -> layer.Array:
         squares = dict.fromkeys(history.names, 0.0)
@@ -230,6 +303,10 @@ class LayerClip(_Counted):
         if self._history is None:
             raise ValueError("LayerClip: it watches no model yet; give it to gradloc.watch(remedies=[...])")
         return self._history
+
+
+def _known(limits_L: layer.Array, names: tuple[str, ...]) -> dict[str, float]:
+    return {name: limit for name, limit in zip(names, limits_L.tolist(), strict=True) if limit > 0}
 
 
 def _scale(parameters: list[torch.nn.Parameter], scale: float) -> None:

@@ -199,6 +199,7 @@ def facts_of(manifest: Manifest, limit: float | None = None) -> StepFacts:
         rank_norms=manifest.rank_norms,
         metrics=manifest.metrics,
         metrics_usual=manifest.metrics_usual,
+        held_at=manifest.held_at,
     )
 
 

@@ -11,11 +11,13 @@ from typing import Any
 import torch
 
 from gradloc import whatif
+from gradloc.held import Hold, without_culprits
 from gradloc.localization import Progress, localize
 from gradloc.policy import PlacedBatch, Policy
-from gradloc.replay import Gradient, coefficients_of, masked, replay
+from gradloc.replay import Gradient, coefficients_of, replay
 from gradloc.snapshot import open_snapshot
 from gradloc.whatif import Change, Coefficients, WhatIf
+from gradloc.verification import Place
 from gradloc_localizer.asked import Asked, Drop
 from gradloc_localizer.driver import Options, facts_of, rebuilt
 from gradloc_proto.codec import plain
@@ -60,6 +62,7 @@ class _Explained:
     gradient: Gradient
     limit: float
     healthy: Gradient | None
+    hold: Hold | None
     num_culprits: int
 
 
@@ -96,7 +99,7 @@ class Foreteller:
         wanted = [*dropped, *changes] or usual_changes(facts.healthy_layer_norms, known.limit)
         for number, change in enumerate(wanted):
             on_progress(change.name, 0.6 + 0.4 * number / len(wanted))
-            told = whatif.foretell(change, batches, coefficients, gradient, self._replayed, healthy)
+            told = whatif.foretell(change, batches, coefficients, gradient, self._replayed, healthy, known.hold)
             if told is None:
                 skipped.append((change.name, getattr(change, "needs", "")))
             else:
@@ -113,7 +116,7 @@ class Foreteller:
         )
         gradient = self._replayed(self._coefficients)
         places = [
-            place
+            Place(*place)
             for culprit in finding.culprits
             for place in _places(
                 self._batches,
@@ -125,8 +128,10 @@ class Foreteller:
                 ),
             )
         ]
-        healthy = self._replayed(masked(self._coefficients, places)) if places else None
-        return _Explained(finding, gradient, self._facts.limit_for(gradient.norm), healthy, len(places))
+        healthy, hold = None, None
+        if places:
+            healthy, hold = without_culprits(self._policy, self._batches, self._coefficients, places)
+        return _Explained(finding, gradient, self._facts.limit_for(gradient.norm), healthy, hold, len(places))
 
 
 def usual_changes(healthy_layer_norms: Mapping[str, float], limit: float) -> list[Change]:

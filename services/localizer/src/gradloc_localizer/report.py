@@ -42,9 +42,12 @@ def report(finding: Finding) -> RenderableType:
 
 
 def _headline(finding: Finding) -> Text:
-    norm, times = finding.fidelity.reported_norm, ""
+    held = finding.fidelity.held_at is not None
+    norm, times = finding.fidelity.replayed_norm if held else finding.fidelity.reported_norm, ""
     if finding.healthy_norm:
         times = f" (healthy {_number(finding.healthy_norm)}, {_number(norm / finding.healthy_norm)}x)"
+    if held:
+        times += f", held to {_number(finding.fidelity.reported_norm)} by LayerClip"
     return Text(f"Step {finding.step} · grad norm {_number(norm)}{times} · verdict: {finding.verdict}")
 
 
@@ -87,6 +90,8 @@ def _footer(finding: Finding) -> Text:
     fidelity, cost = finding.fidelity, finding.cost
     checksum = "" if finding.checksum is None else f", shares sum to {finding.checksum:.4f}"
     reproduced = "reproduced" if fidelity.reproduced else "NOT reproduced"
+    if fidelity.held_at is not None:
+        reproduced += f" above {visible(fidelity.held_at)}, where LayerClip held positions back"
     return Text(
         f"Replay   {reproduced} (relative error {fidelity.rel_error:.1e}){checksum}; "
         f"{finding.strategy}, {cost.steps:.2f} steps of work, {cost.seconds:.1f} s",

@@ -171,12 +171,22 @@ def _figures(story: Story) -> str:
         fidelity = None if story.finding is None else story.finding.fidelity.reported_norm
         return "" if fidelity is None else f"grad norm {number(fidelity)}"
     text = f"grad norm {number(spike.grad_norm)}{_against(spike.grad_norm, spike.healthy_norm)}"
+    if any(flag.rule == "trainer:held" for flag in spike.flags):
+        return text + _held(story.finding, spike.healthy_norm)
     others = [flag for flag in spike.flags if flag.series != "norm"]
     if others and all(flag.series != "norm" for flag in spike.flags):
         text += f" · {_flag_text(others[0])}"
         if len(others) > 1:
             text += f" and {len(others) - 1} more series"
     return text
+
+
+def _held(finding: Finding | None, healthy_norm: float | None) -> str:
+    """The norm is healthy because something was held back; what it would have been, once a replay has shown it."""
+    if finding is None or finding.fidelity.held_at is None:
+        return ", positions held back by LayerClip"
+    norm = finding.fidelity.replayed_norm
+    return f", held there by LayerClip; without it {number(norm)}{_against(norm, healthy_norm)}"
 
 
 def _flag_text(flag: Flag) -> str:
@@ -405,6 +415,8 @@ def details(finding: Finding) -> list[Line]:
     fidelity = finding.fidelity
     replayed = "reproduced" if fidelity.reproduced else "not reproduced"
     off, tolerance = number(fidelity.rel_error), number(fidelity.tolerance)
+    if fidelity.held_at is not None:
+        replayed += f" above {visible(fidelity.held_at, 80)}, where LayerClip held positions back"
     lines.append(Line("Replay", (Piece(f"{replayed}, off by {off} (tolerance {tolerance})"),)))
     lines.append(Line("Work", (Piece(f"{number(finding.cost.steps)} steps, {number(finding.cost.seconds)} s"),)))
     return lines

@@ -1,0 +1,168 @@
+"""The gradient in the residual stream between blocks, position by position: measured, and held back above a limit.
+
+Where the stream nearly cancels at one position, the next norm multiplies the gradient of everything below by one over
+what is left of it (docs/algorithm.md, "Type B"). Once that has reached the parameters it is in all of their entries;
+between two blocks it is still apart from what the other positions send. A position above its boundary's limit sends
+nothing further down; every other position, and every layer above, gets to the bit what it would have got.
+
+A boundary is named after the layer that is entered through it from above: "embedding", "layers.0", ... Knows no
+history and no other rank: limits are given, norms and counts taken. Hooks raise nothing into a backward pass.
+Shapes: B rows, T positions, H width, K boundaries.
+"""
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gradloc.layers import block_index, block_of, is_block, is_vision, layer_key
+
+POWER = 8  # norms of positions become the root of a sum of powers: nearly the largest, and ranks can add it
+_EMBEDDING = "embedding"
+
+
+class ResidualStream:
+    """Hooks a model's blocks, until `remove`. `names`: its boundaries from below, empty where no block is known.
+
+    factor: what takes a gradient of this rank's backward pass to the step's (the mean over ranks, the loss scale);
+    asked once a step. on_error: told what went wrong in a hook, which then changes nothing.
+    """
+
+    def __init__(self, model: nn.Module, factor: Callable[[], float], on_error: Callable[[Exception], None]) -> None:
+        blocks = _blocks(model)
+        self.names = boundaries_of(model)
+        self._factor, self._on_error = factor, on_error
+        self._scale: float | None = None  # the factor of the step in progress
+        self._limits_K = [math.nan] * len(self.names)
+        self._is_suspended = False
+        self._powers_K: list[list[Tensor]] = []
+        self._held_K: list[list[Tensor]] = []
+        self._forget()
+        self._handles = []
+        for number, modules in enumerate(blocks.values(), start=1):
+            for module in modules:
+                self._handles.append(module.register_forward_hook(self._leaving(number, module)))
+                if number == 1:
+                    self._handles.append(module.register_forward_pre_hook(self._entering(module), with_kwargs=True))
+
+    def remove(self) -> None:
+        """Leave the model as it was."""
+        for handle in self._handles:
+            handle.remove()
+
+    def set_limits(self, limits_K: Sequence[float]) -> None:
+        """Largest norm of a position at each boundary, in the step's units; NaN: not known, nothing is held back."""
+        self._limits_K = list(limits_K)
+
+    def take(self) -> Tensor:
+        """Of the step's micro-batches on this rank: sum of POWER-th powers of the positions' finite norms, and how
+        many were held back: float64 [2, K] on the host. Starts the next step."""
+        powers = [torch.stack(own).sum() if own else torch.zeros(()) for own in self._powers_K]
+        held = [torch.stack(own).sum() if own else torch.zeros(()) for own in self._held_K]
+        self._forget()
+        if not powers:
+            return torch.zeros(2, 0, dtype=torch.float64)
+        if len({value.device for value in (*powers, *held)}) > 1:  # a model spread over devices, or a boundary unseen
+            powers, held = [value.cpu() for value in powers], [value.cpu() for value in held]
+        # One transfer for all, so that a GPU is waited for once.
+        return torch.stack([torch.stack(powers).double(), torch.stack(held).double()]).cpu()
+
+    @contextlib.contextmanager
+    def suspended(self) -> Iterator[None]:
+        """Backward passes inside are none of the step's: neither measured nor held back."""
+        before, self._is_suspended = self._is_suspended, True
+        try:
+            yield
+        finally:
+            self._is_suspended = before
+
+    def _forget(self) -> None:
+        self._scale = None
+        self._powers_K = [[] for _ in self.names]
+        self._held_K = [[] for _ in self.names]
+
+    # A deep copy of the model has these very hooks; its backward passes are none of ours.
+
+    def _entering(self, own: nn.Module) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]:
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if module is own:
+                self._watch(0, args[0] if args else kwargs.get("hidden_states"))
+
+        return hook
+
+    def _leaving(self, number: int, own: nn.Module) -> Callable[[nn.Module, Any, Any], None]:
+        def hook(module: nn.Module, _args: Any, output: Any) -> None:
+            if module is own:
+                self._watch(number, output[0] if isinstance(output, tuple) and output else output)
+
+        return hook
+
+    def _watch(self, number: int, hidden: Any) -> None:
+        # Without gradients nothing will come back; a checkpointed block is called again with them.
+        if not isinstance(hidden, Tensor) or not hidden.requires_grad or not torch.is_grad_enabled():
+            return
+        if hidden.dim() < 2 or torch.compiler.is_compiling():
+            return
+        hidden.register_hook(lambda grad: self.held_back(number, grad))  # type: ignore[no-untyped-call]
+
+    def held_back(self, number: int, grad_BTH: Tensor) -> Tensor | None:
+        """What goes on of a gradient that enters a layer (by the number of its boundary); None: all of it."""
+        if self._is_suspended:
+            return None
+        try:
+            if self._scale is None:
+                self._scale = abs(self._factor())
+            norms_BT = torch.linalg.vector_norm(grad_BTH, dim=-1, dtype=_wide(grad_BTH.dtype)) * self._scale
+            precise_BT = norms_BT.double() if norms_BT.device.type != "mps" else norms_BT.cpu().double()
+            powers_BT = torch.where(torch.isfinite(precise_BT), precise_BT, 0.0).pow(POWER)
+            self._add(self._powers_K[number], powers_BT.sum())
+            limit = self._limits_K[number]
+            if math.isnan(limit):
+                return None
+            over_BT = ~(norms_BT <= limit)  # a NaN too
+            if over_BT.device.type == "cpu" and not bool(over_BT.any()):
+                return None  # a GPU is not waited for to know that
+            self._add(self._held_K[number], over_BT.sum())
+            return grad_BTH.masked_fill(over_BT.unsqueeze(-1), 0.0)
+        except Exception as error:  # noqa: BLE001 - a backward pass is no place to fail in
+            self._on_error(error)
+            return None
+
+    @staticmethod
+    def _add(own: list[Tensor], value: Tensor) -> None:
+        """One number a step, however many micro-batches it has."""
+        own[:] = [own[0] + value if own else value]
+
+
+def boundaries_of(model: nn.Module) -> tuple[str, ...]:
+    """The layers of a model that are entered through the residual stream, from below; empty where no block is known."""
+    blocks = _blocks(model)
+    return (_EMBEDDING, *blocks) if blocks else ()
+
+
+def _blocks(model: nn.Module) -> dict[str, list[nn.Module]]:
+    blocks: dict[str, list[nn.Module]] = {}
+    for name, module in model.named_modules():
+        if is_block(name) and not is_vision(name):
+            blocks.setdefault(block_of(layer_key(f"{name}.weight")), []).append(module)
+    return blocks
+
+
+def norms_from(powers_K: Sequence[float]) -> list[float]:
+    """The boundaries' norms from sums of powers over all ranks: nearly the largest norm of a position at each."""
+    return [power ** (1 / POWER) if power >= 0 else math.nan for power in powers_K]
+
+
+def is_below(layer: str, boundary: str) -> bool:
+    """Whether a layer (or layer key) gets its gradient through this boundary."""
+    if layer == _EMBEDDING:
+        return True
+    index, top = block_index(layer), block_index(boundary)
+    return index is not None and top is not None and index <= top
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)

@@ -1,0 +1,58 @@
+"""What a step would have been had LayerClip held positions back, by replay.
+
+A snapshot knows no history of what enters the layers: the step without its culprits stands in for a healthy one.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from gradloc.clipping.stream import ResidualStream, norms_from
+from gradloc.policy import PlacedBatch, Policy
+from gradloc.replay import Gradient, masked, replay
+from gradloc.verification import Place
+
+
+@dataclass(frozen=True)
+class Hold:
+    """entering_norms: of a healthy step, by the layer that is entered. under: the gradient of the step whose positions
+    above these limits are held back; costs a forward and a backward."""
+
+    entering_norms: Mapping[str, float]
+    under: Callable[[Mapping[str, float]], Gradient]
+
+
+def without_culprits(
+    policy: Policy, batches: Sequence[PlacedBatch], coefficients: Sequence[Tensor], places: Sequence[Place]
+) -> tuple[Gradient, Hold | None]:
+    """The step without these tokens, and what it takes to hold positions back with that for a healthy step.
+
+    None where other processes share the passes, for nobody adds up what enters there, or where no block is known.
+    """
+    healthy = masked(coefficients, places)
+    if policy.team is not None or policy.split is not None:
+        return replay(policy, batches, healthy).gradient, None
+    with _stream_of(policy) as stream:
+        gradient = replay(policy, batches, healthy).gradient
+        norms = dict(zip(stream.names, norms_from(stream.take()[0].tolist()), strict=True))
+
+    def under(limits: Mapping[str, float]) -> Gradient:
+        with _stream_of(policy) as stream:
+            stream.set_limits([limits.get(name, float("nan")) for name in stream.names])
+            return replay(policy, batches, coefficients).gradient
+
+    return gradient, Hold(norms, under) if norms else None
+
+
+@contextlib.contextmanager
+def _stream_of(policy: Policy) -> Iterator[ResidualStream]:
+    def fail(error: Exception) -> None:
+        raise error
+
+    stream = ResidualStream(policy.model, lambda: 1.0, fail)
+    try:
+        yield stream
+    finally:
+        stream.remove()
