@@ -18,7 +18,8 @@ run's first 20 steps, or after which a weight is not finite. A run stops there. 
 counts as lasting all its steps, in the median too (censored; `survival` says how many did).
 
 Spike. A step whose gradient norm, after TokenClip, SeqClip and the positions that LayerClip held back, but before
-layers are scaled and before any clipper, is not finite or above 4 times the median of the last 32 norms that were no spikes.
+layers are scaled and before any clipper, is not finite or above 4 times the median of the last 32 norms that were no
+spikes.
 
 Expected order, planted: none < TokenClip < + SeqClip < + LayerClip in steps until collapse, for the faults set in one
 after another as in GradLoc's article: token mismatches first, wrong temperature on most replicas next, layer

@@ -8,10 +8,12 @@ import torch
 from gradloc import whatif
 from gradloc.clipping import LayerClip, SeqClip, TokenClip
 from gradloc.clipping.applied import AppliedRemedies
+from gradloc.held import without_culprits
 from gradloc.layers import block_of, layer_key
 from gradloc.policy import place
 from gradloc.replay import coefficients_of, gradient_of, replay
 from gradloc.snapshot import MicroBatch
+from gradloc.verification import Place
 
 
 def batches(ratio, coefficient=None, advantage=None, mask=None):
@@ -122,14 +124,15 @@ def test_cosines_are_of_directions_and_unknown_where_there_is_none():
 class TestForetold:
     """What is foretold is what a real step with the remedy gives, for each remedy, in float32."""
 
-    def real(self, trainer, fault, remedies=(), healthy=None, hook=None, after=None):
+    def real(self, trainer, fault, remedies=(), healthy=None, hook=None, after=None, entering=None):
         """Norm of a real step of a loop: `remedies` switched on, `hook(batch)` changes dL/dlogp, `after(model)` the
         gradients."""
         step = trainer.faulty(trainer.model(), fault)
         model, factor = step.model, step.grad_factor
-        applied = AppliedRemedies(list(remedies), model, model)
+        errors = []
+        applied = AppliedRemedies(list(remedies), model, model, lambda: 1.0, errors.append)
         for remedy in remedies if healthy is not None else ():
-            remedy.load_state_dict(history_of(remedy, healthy))
+            remedy.load_state_dict(history_of(remedy, healthy, entering or {}))
         model.zero_grad()
         for placed in step.placed:
             batch = placed.batch
@@ -138,21 +141,24 @@ class TestForetold:
             if hook is not None:
                 logp_BR.register_hook(hook(placed))
             (batch.coefficient_BR * factor * logp_BR).sum().backward()
-        applied.after_agreement(layer_norms_of(model))
+        went_in = applied.entering()
+        applied.after_agreement(layer_norms_of(model), {}, {name: int(number) for name, (_, number) in went_in.items()})
+        assert not errors
         if after is not None:
             after(model)
         norm = math.sqrt(sum(norm**2 for norm in layer_norms_of(model).values()))
         model.zero_grad()
         return norm
 
-    def foretold(self, trainer, change, fault):
+    def foretold(self, trainer, change, fault, culprits=()):
         step = trainer.faulty(trainer.model(), fault)
         policy, coefficients = step.policy(), coefficients_of(step.placed)
+        healthy, hold = without_culprits(policy, step.placed, coefficients, culprits) if culprits else (None, None)
 
         def replayed(others):
             return replay(policy, step.placed, others).gradient
 
-        return whatif.foretell(change, step.placed, coefficients, replayed(coefficients), replayed)
+        return whatif.foretell(change, step.placed, coefficients, replayed(coefficients), replayed, healthy, hold)
 
     def as_it_is(self, trainer, fault):
         return self.foretold(trainer, whatif.norm_clip(1e30), fault).norm
@@ -194,6 +200,24 @@ class TestForetold:
         fault = trainer.stale(9.0)
         told = self.foretold(trainer, whatif.layer_clip(healthy), fault)
         assert told.norm == pytest.approx(self.real(trainer, fault, [LayerClip()], healthy), rel=1e-3)
+
+    def test_layer_clip_with_positions_held_back(self, trainer):
+        """Where it is known what enters the layers without the culprit, blocks get what they would have got then."""
+        fault, culprit = trainer.stale(9.0), Place(2, 2, 3)
+        step = trainer.faulty(trainer.model(), fault)
+        healthy, hold = without_culprits(step.policy(), step.placed, coefficients_of(step.placed), [culprit])
+        told = self.foretold(trainer, whatif.layer_clip(healthy.layer_norms), fault, [culprit])
+        clip = LayerClip()
+        real = self.real(trainer, fault, [clip], healthy.layer_norms, entering=hold.entering_norms)
+        assert clip.last[0].num_positions > 0
+        assert told.norm == pytest.approx(real, rel=1e-3)
+        scaled = self.foretold(trainer, whatif.layer_clip(healthy.layer_norms), fault)
+        assert told.cosine is not None
+        blocks = [key for key in healthy.layer_norms if key.startswith("layers.")]
+        assert blocks
+        for key in blocks:
+            assert told.layer_norms[key] == pytest.approx(healthy.layer_norms[key], rel=0.3)
+            assert scaled.layer_norms[key] < 0.3 * healthy.layer_norms[key]
 
     def test_a_clipped_norm(self, trainer):
         fault = trainer.stale(9.0)
@@ -243,17 +267,21 @@ def layer_norms_of(model):
     return {key: math.sqrt(square) for key, square in squares.items()}
 
 
-def history_of(remedy, healthy):
+def history_of(remedy, healthy, entering):
     """State of a LayerClip that saw steps just as healthy, with a largest that does not raise the limit."""
     squares = {}
     for key, norm in healthy.items():
         squares[block_of(key)] = squares.get(block_of(key), 0.0) + norm**2
     state = remedy.state_dict()
     window = remedy.settings.window
-    return state | {
-        "accepted": [[math.sqrt(squares[name])] * window for name in state["names"]],
-        "num_accepted": [window] * len(state["names"]),
-    }
+
+    def filled(part, usual):
+        known = [name for name in part["names"] if name in usual]
+        accepted = [[usual.get(name)] * window for name in part["names"]]
+        return part | {"accepted": accepted, "num_accepted": [window * (name in known) for name in part["names"]]}
+
+    usual = {name: math.sqrt(square) for name, square in squares.items()}
+    return filled(state, usual) | {"entering": filled(state["entering"], entering)}
 
 
 def test_rows_without_anything_before_their_first_logp_are_refused():

@@ -22,6 +22,7 @@ from gradloc.layers import block_index, block_of, is_block, is_vision, layer_key
 
 POWER = 8  # norms of positions become the root of a sum of powers: nearly the largest, and ranks can add it
 _EMBEDDING = "embedding"
+_WATCHED = "_gradloc_stream"
 
 
 class ResidualStream:
@@ -106,6 +107,9 @@ class ResidualStream:
             return
         if hidden.dim() < 2 or torch.compiler.is_compiling():
             return
+        if getattr(hidden, _WATCHED, None) is self:
+            return  # a checkpointed block is called again with the very tensor that entered it
+        setattr(hidden, _WATCHED, self)
         hidden.register_hook(lambda grad: self.held_back(number, grad))  # type: ignore[no-untyped-call]
 
     def held_back(self, number: int, grad_BTH: Tensor) -> Tensor | None:

@@ -16,8 +16,8 @@ from gradloc.localization import Progress, localize
 from gradloc.policy import PlacedBatch, Policy
 from gradloc.replay import Gradient, coefficients_of, replay
 from gradloc.snapshot import open_snapshot
-from gradloc.whatif import Change, Coefficients, WhatIf
 from gradloc.verification import Place
+from gradloc.whatif import Change, Coefficients, WhatIf
 from gradloc_localizer.asked import Asked, Drop
 from gradloc_localizer.driver import Options, facts_of, rebuilt
 from gradloc_proto.codec import plain
