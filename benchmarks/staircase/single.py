@@ -96,6 +96,8 @@ class _Scene:
         history = layer.load_history(self.clip.state_dict(), names, settings)
         norms_L = np.array([_norm([g for g, one in zip(gradient, layers, strict=True) if one == n]) for n in names])
         limits_L, medians_L = layer.limits_from(history, settings), layer.medians_from(history)
+        if bool((norms_L > limits_L).any()):
+            limits_L = layer.strict_limits_from(history, settings)
         scale = dict(zip(names, layer.layer_clip(norms_L, limits_L, medians_L, settings.power).tolist(), strict=True))
         return [part * scale[one] for part, one in zip(gradient, layers, strict=True)]
 

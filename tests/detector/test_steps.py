@@ -49,6 +49,16 @@ def test_the_trainers_flag_is_a_spike_where_our_own_rule_is_silent(story):
     assert opened.spike.limit == 0.44
 
 
+def test_a_step_whose_norm_is_healthy_because_something_was_held_back_is_localized(story):
+    held = story.step(30, rules_hit=(rules.HELD,), decision="snapshot", snapshot=story.path(30))
+    story.tell(*story.steps(0, 29), held)
+    (opened,) = story.messages()
+    (flag,) = opened.spike.flags
+    assert (flag.rule, flag.series, flag.value) == ("trainer:held", "norm", held.grad_norm)
+    assert rules.is_about_gradient(opened.spike.flags)
+    assert opened.spike.snapshot == story.path(30)
+
+
 def test_a_rule_that_both_saw_is_told_once(story):
     story.tell(*story.steps(0, 29), story.spike(30))
     assert [flag.rule for flag in story.messages()[0].spike.flags if flag.series == "norm"] == ["norm"]

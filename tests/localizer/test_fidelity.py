@@ -1,12 +1,15 @@
 """A replay that does not match the step is never explained away by a token."""
 
 import math
+from dataclasses import replace
 
 import pytest
 
 from gradloc.fidelity import StepFacts, fidelity_of
+from gradloc.held import without_culprits
 from gradloc.localization import localize
 from gradloc.replay import coefficients_of, replay
+from gradloc.verification import Place
 
 
 def explained(step, **changes):
@@ -117,3 +120,50 @@ class TestHealthyReference:
         finding = localize(step.policy(), step.placed, facts, healthy_error=lambda: healthy)
         assert finding.verdict == verdict
         assert finding.fidelity.tolerance <= 0.1
+
+
+class TestHeldBack:
+    """A trainer's LayerClip held positions back: the norm it reports is healthy, the replay shows what was not."""
+
+    def step(self, trainer, **changes):
+        """A struck step and the facts of a trainer that held the culprit back."""
+        step = trainer.faulty(trainer.model(tied=False), trainer.stale(9.0))
+        policy, coefficients = step.policy(), coefficients_of(step.placed)
+        healthy, hold = without_culprits(policy, step.placed, coefficients, [Place(2, 2, 3)])
+        held = hold.under({name: 6 * norm for name, norm in hold.entering_norms.items()})
+        top = list(hold.entering_norms)[-1]
+        facts = step.facts(grad_norm=held.norm, layer_norms=held.layer_norms, held_at=top)
+        assert held.norm < 0.5 * step.grad_norm
+        return step, replace(facts, **changes), healthy
+
+    def test_the_culprit_is_found_and_proved_all_the_same(self, trainer):
+        step, facts, healthy = self.step(trainer)
+        finding = localize(step.policy(), step.placed, facts)
+        (culprit,) = finding.culprits
+        assert (finding.verdict, culprit.rank, culprit.sequence, culprit.token) == ("token", 1, 2, 9)
+        assert finding.certificate.holds
+        assert finding.certificate.norm_without == pytest.approx(healthy.norm, rel=1e-4)
+        fidelity = finding.fidelity
+        assert (fidelity.reproduced, fidelity.held_at) == (True, facts.held_at)
+        assert fidelity.rel_error < 1e-4
+        assert fidelity.reported_norm == facts.grad_norm
+        assert fidelity.replayed_norm == pytest.approx(step.grad_norm, rel=1e-4)
+        assert f"held to {facts.grad_norm:.4g} by LayerClip" in finding.summary
+
+    def test_who_does_not_know_that_something_was_held_would_blame_the_replay(self, trainer):
+        step, facts, _ = self.step(trainer, held_at=None)
+        assert not localize(step.policy(), step.placed, facts).fidelity.reproduced
+
+    def test_a_layer_above_that_does_not_match_is_noticed(self, trainer):
+        step, facts, _ = self.step(trainer)
+        wrong = {key: norm * (1.5 if key == "head" else 1.0) for key, norm in facts.layer_norms.items()}
+        finding = localize(step.policy(), step.placed, replace(facts, layer_norms=wrong))
+        assert not finding.fidelity.reproduced
+        assert finding.verdict == "inconclusive"
+
+    def test_where_nothing_above_can_be_compared_nothing_is_called_reproduced(self, trainer):
+        step, facts, _ = self.step(trainer)
+        blocks = {key: norm for key, norm in facts.layer_norms.items() if key.startswith("layers.")}
+        finding = localize(step.policy(), step.placed, replace(facts, layer_norms=blocks))
+        assert not finding.fidelity.reproduced
+        assert finding.culprits[0].token == 9

@@ -251,3 +251,17 @@ def test_shares_and_factors() -> None:
 def test_the_log_never_fails_on_an_event_of_a_newer_version() -> None:
     assert event_text("sent_to_the_moon", {}) == "sent to the moon"
     assert event_text("incident_opened", {}) == "Spike at step : grad norm NaN"
+
+
+def test_a_norm_that_is_healthy_because_something_was_held_back_is_told_with_what_it_would_have_been(kit: Any) -> None:
+    flag = m.Flag(rule="trainer:held", series="norm", value=0.43, score=1.05)
+    spike = kit.Told().spike(1204, 0.43, flags=(flag,))
+    waiting = plain(tell(story(kit, spike=spike)))
+    assert "grad norm 0.43" in waiting and "positions held back by LayerClip" in waiting
+    known = kit.a_finding()
+    finding = known.model_copy(
+        update={"fidelity": known.fidelity.model_copy(update={"held_at": "layers.1", "reported_norm": 0.43})}
+    )
+    text = plain(tell(story(kit, finding, spike=spike)))
+    assert "held there by LayerClip; without it 640 (healthy 0.41, 1,560x)" in text
+    assert "nan" not in text

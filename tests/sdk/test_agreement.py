@@ -12,7 +12,7 @@ from gradloc.capture import SUMMARY_FIELDS
 from gradloc_proto.messages import Limits
 
 NAMES = ("embedding", "layers.0.mlp", "head")
-BOUNDARIES = ("embedding", "layers.0", "layers.1")
+BOUNDARIES = ("layers.0", "layers.1", "layers.2")
 floats = st.floats(allow_nan=True, allow_infinity=True, width=64)
 maybe = st.none() | st.floats(min_value=1e-12, max_value=1e12)
 
@@ -93,22 +93,20 @@ def test_the_worst_rank_is_the_one_with_nan_else_the_largest() -> None:
 
 def test_what_entered_the_layers_adds_up_over_ranks() -> None:
     view = summed(
-        blank(entering={"embedding": (2.0**8, 0.0), "layers.0": (3.0**8, 2.0), "layers.1": (1.0, 0.0)}),
-        blank(entering={"embedding": (0.0, 0.0), "layers.0": (3.0**8, 1.0), "layers.1": (math.inf, 0.0)}),
+        blank(entering={"layers.0": (4.0, 0.0), "layers.1": (9.0, 2.0), "layers.2": (1.0, 0.0)}),
+        blank(entering={"layers.0": (0.0, 0.0), "layers.1": (16.0, 1.0), "layers.2": (math.inf, 0.0)}),
         blank(),  # a rank without LayerClip says nothing, in as many numbers
     )
-    assert view.entering_norms["embedding"] == pytest.approx(2.0)
-    assert view.entering_norms["layers.0"] == pytest.approx(3.0 * 2 ** (1 / 8))
-    assert view.entering_norms["layers.1"] == math.inf
-    assert view.num_held == {"embedding": 0, "layers.0": 3, "layers.1": 0}
-    assert (view.num_positions_held, view.held_at) == (3, "layers.0")
+    assert view.entering_norms == {"layers.0": 2.0, "layers.1": 5.0, "layers.2": math.inf}
+    assert view.num_held == {"layers.0": 0, "layers.1": 3, "layers.2": 0}
+    assert (view.num_positions_held, view.held_at) == (3, "layers.1")
     assert summed(blank()).held_at is None
 
 
 @given(st.lists(st.floats(1e-9, 1e9), min_size=1, max_size=12), st.integers(1, 4))
 def test_however_positions_are_spread_over_ranks_what_enters_is_the_same(norms: list[float], num_ranks: int) -> None:
-    parts = [sum(norm**8 for norm in norms[rank::num_ranks]) for rank in range(num_ranks)]
-    spread = summed(*(blank(entering={"layers.0": (power, 0.0)}) for power in parts)).entering_norms["layers.0"]
-    alone = summed(blank(entering={"layers.0": (sum(norm**8 for norm in norms), 0.0)})).entering_norms["layers.0"]
-    assert spread == pytest.approx(alone, rel=1e-9)
-    assert max(norms) * (1 - 1e-9) <= alone <= max(norms) * len(norms) ** (1 / 8) * (1 + 1e-9)
+    def entering(*squares: float) -> float:
+        return summed(*(blank(entering={"layers.0": (square, 0.0)}) for square in squares)).entering_norms["layers.0"]
+
+    parts = [sum(norm**2 for norm in norms[rank::num_ranks]) for rank in range(num_ranks)]
+    assert entering(*parts) == pytest.approx(math.hypot(*norms), rel=1e-9)

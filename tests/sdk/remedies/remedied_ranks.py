@@ -5,6 +5,7 @@ import gc
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,19 +19,46 @@ from gradloc_proto.memory_bus import MemoryBus
 NUM_ROWS = 4
 
 
+class Amplify(torch.autograd.Function):
+    """The stream as it is; on the way back one position's gradient a hundred thousand times."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor, place: tuple[int, int]) -> torch.Tensor:
+        ctx.place = place
+        return hidden.view_as(hidden)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        grad = grads[0].clone()
+        grad[ctx.place] *= 1e5
+        return grad, None
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp = nn.Linear(8, 8)
+        self.amplified: tuple[int, int] | None = None
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        if self.amplified is not None:
+            hidden = Amplify.apply(hidden, self.amplified)
+        return hidden + torch.tanh(self.mlp(torch.cumsum(hidden, dim=1) / 6))
+
+
 class Language(nn.Module):
     """Log-probabilities of all tokens but the first, inside forward so that DDP and FSDP see it all."""
 
     def __init__(self) -> None:
         super().__init__()
         self.embed_tokens = nn.Embedding(11, 8)
-        self.layers = nn.ModuleList(nn.ModuleDict({"mlp": nn.Linear(8, 8)}) for _ in range(3))
+        self.layers = nn.ModuleList(Block() for _ in range(3))
         self.lm_head = nn.Linear(8, 11, bias=False)
 
     def forward(self, ids_BT: torch.Tensor) -> torch.Tensor:
         hidden = self.embed_tokens(ids_BT)
         for layer in self.layers:
-            hidden = hidden + torch.tanh(layer["mlp"](hidden))  # type: ignore[index,operator]
+            hidden = layer(hidden)
         logits = self.lm_head(hidden)[:, :-1]
         return torch.log_softmax(logits, -1).gather(-1, ids_BT[:, 1:, None])[..., 0]
 
@@ -61,7 +89,7 @@ def train(arguments: argparse.Namespace, rank: int, world_size: int) -> None:
         from torch.distributed.fsdp import fully_shard
 
         for layer in model.layers:
-            fully_shard(layer["mlp"])  # type: ignore[index]
+            fully_shard(layer)
         fully_shard(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     clip = LayerClip()
@@ -77,6 +105,9 @@ def train(arguments: argparse.Namespace, rank: int, world_size: int) -> None:
         if step % 3 == 0:
             off_BR[3, 1] = 9.0  # a token of the last rank
             off_BR[0] = 0.4  # an answer of the first
+        top = model.layers[2]
+        is_mine = own.start <= 3 < own.stop
+        top.amplified = (3 - own.start, 2) if step == 13 and is_mine else None  # type: ignore[assignment]
         logp_BR = trained(ids_BT)
         probe.tokens(logp_BR, ids_BT, torch.ones_like(logp_BR), rollout_logp=logp_BR.detach() - off_BR[own])
         (weight_BR * logp_BR).mean().backward()
@@ -85,7 +116,8 @@ def train(arguments: argparse.Namespace, rank: int, world_size: int) -> None:
                 assert parameter.grad is not None
                 parameter.grad.mul_(1e4 if step == 12 else float("nan"))
         probe.observe()
-        steps.append({"gradients": gradients(model), "acted": [(one.name, one.scale) for one in clip.last]})
+        acted = [(one.name, one.scale, one.num_positions) for one in clip.last]
+        steps.append({"gradients": gradients(model), "acted": acted, "limits": clip.entering_limits()})
         optimizer.step()
         optimizer.zero_grad()
     probe.close()

@@ -56,15 +56,22 @@ def test_two_ranks_give_the_gradients_of_one(tmp_path: Path, mode: str) -> None:
     assert first["state"] == second["state"]
     assert first["steps"] == second["steps"]
     for step, (one, two) in enumerate(zip(alone["steps"], first["steps"], strict=True)):
-        assert [name for name, _ in one["acted"]] == [name for name, _ in two["acted"]], step
+        assert [(name, number) for name, _, number in one["acted"]] == [
+            (name, number) for name, _, number in two["acted"]
+        ], step
+        assert two["limits"] == pytest.approx(one["limits"], rel=1e-4), step
         for name, gradient in one["gradients"].items():
             other = two["gradients"][name]
             assert (gradient is None) == (other is None), (step, name)
             if gradient is not None:
                 assert other == pytest.approx(gradient, rel=1e-4, abs=1e-7), (step, name)
-    assert [name for name, _ in alone["steps"][12]["acted"]] == ["layers.1"]
-    assert alone["steps"][14]["acted"] == [["layers.1", 0.0]]
+    assert [(name, number) for name, _, number in alone["steps"][12]["acted"]] == [("layers.1", 0)]
+    assert alone["steps"][13]["acted"] == [["layers.1", 0.0, 1]]  # entered by one position too large
+    assert alone["steps"][14]["acted"] == [["layers.1", 0.0, 0]]
     published = json.loads(first["entries"][13])  # after RunStarted: step 12
     assert published["tokens_remedied"] == pytest.approx(1 / 20)
     assert published["sequences_remedied"] == pytest.approx(0.5)
     assert published["layers_remedied"] == pytest.approx(1 / 5)
+    held = json.loads(first["entries"][14])
+    assert held["layers_remedied"] == pytest.approx(3 / 5)  # embedding and two blocks
+    assert held["rules_hit"] == ["held"]

@@ -89,8 +89,8 @@ class AppliedRemedies:
         `ResidualStream.take`; starts the next step's."""
         if self._stream is None:
             return {}
-        powers_K, held_K = self._stream.take().tolist()
-        return dict(zip(self._stream.names, zip(powers_K, held_K, strict=True), strict=True))
+        squares_K, held_K = self._stream.take().tolist()
+        return dict(zip(self._stream.names, zip(squares_K, held_K, strict=True), strict=True))
 
     def suspended(self) -> contextlib.AbstractContextManager[None]:
         """Backward passes inside are gradloc's own: none of the step's."""

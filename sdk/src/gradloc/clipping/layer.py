@@ -13,8 +13,10 @@ would keep the explosion's direction at several times the healthy size. Accepted
 not above the limit: neither a spike nor a NaN nor a zero can poison the history. The ceiling keeps explosions
 that stay just under the limit from taking it with them: of the largest alone each could triple it, of the
 median it takes half of the history to move it. A level that lasts `regime_steps` steps in a row becomes the
-history. Source: GradLoc's article (type B, "LayerClip"; no formula is published). The default factors are the
-smallest of those tried that touched none of 1,800 healthy steps.
+history. Two thresholds, as for edges of pictures: at a step in which some layer is above its limit (or a position was
+held back) the others' limit is max(largest, suspect_of_median * median), for what struck has reached them as well;
+a layer between the two is scaled then, and not learned from. Source: GradLoc's article (type B, "LayerClip"; no formula
+is published). The default factors are the smallest of those tried that touched none of 1,800 healthy steps.
 Shapes: L layers, W kept norms, K steps of a new regime.
 """
 
@@ -37,6 +39,7 @@ class LayerLimits:
     factor_of_max: float = 3.0
     factor_of_median: float = 6.0
     ceiling_of_median: float = 10.0
+    suspect_of_median: float = 2.0
     power: float = 2.0
     window: int = 32
     num_warmup: int = 8
@@ -52,6 +55,11 @@ class LayerLimits:
             raise ValueError(
                 f"LayerClip: ceiling_of_median is {self.ceiling_of_median}; expected factor_of_median "
                 f"({self.factor_of_median}) or more, for the limit lies between the two"
+            )
+        if not 1.0 <= self.suspect_of_median < math.inf:
+            raise ValueError(
+                f"LayerClip: suspect_of_median is {self.suspect_of_median}; expected 1 or more, for below it "
+                "healthy layers are clipped"
             )
         if not 1.0 <= self.power < math.inf:
             raise ValueError(
@@ -124,6 +132,18 @@ def limits_from(history: LayerHistory, settings: LayerLimits) -> Array:
             wanted_L = np.maximum(settings.factor_of_max * largest_L, settings.factor_of_median * median_L)
             limits_L[known_L] = np.minimum(wanted_L, settings.ceiling_of_median * median_L)
     return limits_L
+
+
+def strict_limits_from(history: LayerHistory, settings: LayerLimits) -> Array:
+    """Limit of each layer at a step that something struck: float64 [L], NaN where there is none yet."""
+    strict_L, limits_L = np.full(len(history.names), math.nan), limits_from(history, settings)
+    known_L = np.isfinite(history.accepted_LW).sum(axis=1) >= settings.num_warmup
+    if known_L.any():
+        rows = history.accepted_LW[known_L]
+        with np.errstate(over="ignore"):
+            bar_L = np.maximum(np.nanmax(rows, axis=1), settings.suspect_of_median * np.nanmedian(rows, axis=1))
+        strict_L[known_L] = np.minimum(bar_L, limits_L[known_L])
+    return strict_L
 
 
 def learn(history: LayerHistory, norms_L: Array, settings: LayerLimits) -> LayerHistory:

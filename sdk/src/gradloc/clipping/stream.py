@@ -2,10 +2,11 @@
 
 Where the stream nearly cancels at one position, the next norm multiplies the gradient of everything below by one over
 what is left of it (docs/algorithm.md, "Type B"). Once that has reached the parameters it is in all of their entries;
-between two blocks it is still apart from what the other positions send. A position above its boundary's limit sends
-nothing further down; every other position, and every layer above, gets to the bit what it would have got.
+between two blocks it is still apart from what the other positions send. A position that alone is above its boundary's
+limit sends nothing further down; every other position, and every layer above, gets to the bit what it would have got.
 
-A boundary is named after the layer that is entered through it from above: "embedding", "layers.0", ... Knows no
+A boundary is named after the block that is entered through it from above: "layers.0", ... Below the lowest block there
+is none: of what enters the embedding, positions of padding would be the largest, and no row learns from them. Knows no
 history and no other rank: limits are given, norms and counts taken. Hooks raise nothing into a backward pass.
 Shapes: B rows, T positions, H width, K boundaries.
 """
@@ -20,9 +21,7 @@ from torch import Tensor, nn
 
 from gradloc.layers import block_index, block_of, is_block, is_vision, layer_key
 
-POWER = 8  # norms of positions become the root of a sum of powers: nearly the largest, and ranks can add it
 _EMBEDDING = "embedding"
-_WATCHED = "_gradloc_stream"
 
 
 class ResidualStream:
@@ -39,15 +38,13 @@ class ResidualStream:
         self._scale: float | None = None  # the factor of the step in progress
         self._limits_K = [math.nan] * len(self.names)
         self._is_suspended = False
-        self._powers_K: list[list[Tensor]] = []
+        self._squares_K: list[list[Tensor]] = []
         self._held_K: list[list[Tensor]] = []
         self._forget()
         self._handles = []
-        for number, modules in enumerate(blocks.values(), start=1):
+        for number, modules in enumerate(blocks.values()):
             for module in modules:
                 self._handles.append(module.register_forward_hook(self._leaving(number, module)))
-                if number == 1:
-                    self._handles.append(module.register_forward_pre_hook(self._entering(module), with_kwargs=True))
 
     def remove(self) -> None:
         """Leave the model as it was."""
@@ -55,21 +52,22 @@ class ResidualStream:
             handle.remove()
 
     def set_limits(self, limits_K: Sequence[float]) -> None:
-        """Largest norm of a position at each boundary, in the step's units; NaN: not known, nothing is held back."""
+        """Largest norm that one position may have at each boundary, in the step's units; NaN: not known, nothing is
+        held back."""
         self._limits_K = list(limits_K)
 
     def take(self) -> Tensor:
-        """Of the step's micro-batches on this rank: sum of POWER-th powers of the positions' finite norms, and how
-        many were held back: float64 [2, K] on the host. Starts the next step."""
-        powers = [torch.stack(own).sum() if own else torch.zeros(()) for own in self._powers_K]
+        """Of the step's micro-batches on this rank: squared norm of what enters each layer, and how many positions were
+        held back, which count in the former where they are finite: float64 [2, K] on the host. Starts the next step."""
+        squares = [torch.stack(own).sum() if own else torch.zeros(()) for own in self._squares_K]
         held = [torch.stack(own).sum() if own else torch.zeros(()) for own in self._held_K]
         self._forget()
-        if not powers:
+        if not squares:
             return torch.zeros(2, 0, dtype=torch.float64)
-        if len({value.device for value in (*powers, *held)}) > 1:  # a model spread over devices, or a boundary unseen
-            powers, held = [value.cpu() for value in powers], [value.cpu() for value in held]
+        if len({value.device for value in (*squares, *held)}) > 1:  # a model spread over devices, or a boundary unseen
+            squares, held = [value.cpu() for value in squares], [value.cpu() for value in held]
         # One transfer for all, so that a GPU is waited for once.
-        return torch.stack([torch.stack(powers).double(), torch.stack(held).double()]).cpu()
+        return torch.stack([torch.stack(squares).double(), torch.stack(held).double()]).cpu()
 
     @contextlib.contextmanager
     def suspended(self) -> Iterator[None]:
@@ -82,21 +80,12 @@ class ResidualStream:
 
     def _forget(self) -> None:
         self._scale = None
-        self._powers_K = [[] for _ in self.names]
+        self._squares_K = [[] for _ in self.names]
         self._held_K = [[] for _ in self.names]
-
-    # A deep copy of the model has these very hooks; its backward passes are none of ours.
-
-    def _entering(self, own: nn.Module) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]:
-        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if module is own:
-                self._watch(0, args[0] if args else kwargs.get("hidden_states"))
-
-        return hook
 
     def _leaving(self, number: int, own: nn.Module) -> Callable[[nn.Module, Any, Any], None]:
         def hook(module: nn.Module, _args: Any, output: Any) -> None:
-            if module is own:
+            if module is own:  # a deep copy of the model has this very hook; its backward passes are none of ours
                 self._watch(number, output[0] if isinstance(output, tuple) and output else output)
 
         return hook
@@ -107,9 +96,6 @@ class ResidualStream:
             return
         if hidden.dim() < 2 or torch.compiler.is_compiling():
             return
-        if getattr(hidden, _WATCHED, None) is self:
-            return  # a checkpointed block is called again with the very tensor that entered it
-        setattr(hidden, _WATCHED, self)
         hidden.register_hook(lambda grad: self.held_back(number, grad))  # type: ignore[no-untyped-call]
 
     def held_back(self, number: int, grad_BTH: Tensor) -> Tensor | None:
@@ -121,8 +107,7 @@ class ResidualStream:
                 self._scale = abs(self._factor())
             norms_BT = torch.linalg.vector_norm(grad_BTH, dim=-1, dtype=_wide(grad_BTH.dtype)) * self._scale
             precise_BT = norms_BT.double() if norms_BT.device.type != "mps" else norms_BT.cpu().double()
-            powers_BT = torch.where(torch.isfinite(precise_BT), precise_BT, 0.0).pow(POWER)
-            self._add(self._powers_K[number], powers_BT.sum())
+            self._add(self._squares_K[number], torch.where(torch.isfinite(precise_BT), precise_BT, 0.0).square().sum())
             limit = self._limits_K[number]
             if math.isnan(limit):
                 return None
@@ -142,9 +127,8 @@ class ResidualStream:
 
 
 def boundaries_of(model: nn.Module) -> tuple[str, ...]:
-    """The layers of a model that are entered through the residual stream, from below; empty where no block is known."""
-    blocks = _blocks(model)
-    return (_EMBEDDING, *blocks) if blocks else ()
+    """The blocks of a model, from below, through whose top a gradient enters; empty where none is known."""
+    return tuple(_blocks(model))
 
 
 def _blocks(model: nn.Module) -> dict[str, list[nn.Module]]:
@@ -155,9 +139,9 @@ def _blocks(model: nn.Module) -> dict[str, list[nn.Module]]:
     return blocks
 
 
-def norms_from(powers_K: Sequence[float]) -> list[float]:
-    """The boundaries' norms from sums of powers over all ranks: nearly the largest norm of a position at each."""
-    return [power ** (1 / POWER) if power >= 0 else math.nan for power in powers_K]
+def norms_from(squares_K: Sequence[float]) -> list[float]:
+    """The boundaries' norms, over all positions of all ranks, from the sums of their squares."""
+    return [math.sqrt(square) if square >= 0 else math.nan for square in squares_K]
 
 
 def is_below(layer: str, boundary: str) -> bool:

@@ -160,6 +160,7 @@ class LayerClip(_Counted):
         power: float = 2.0,
         *,
         ceiling_of_median: float = 10.0,
+        suspect_of_median: float = 2.0,
         by: Literal["block", "kind"] = "block",
         positions: bool = True,
         window: int = 32,
@@ -170,7 +171,14 @@ class LayerClip(_Counted):
         if by not in ("block", "kind"):
             raise ValueError(f"LayerClip: by is {by!r}; expected 'block' or 'kind'")
         self.settings = layer.LayerLimits(
-            factor_of_max, factor_of_median, ceiling_of_median, power, window, num_warmup, regime_steps
+            factor_of_max,
+            factor_of_median,
+            ceiling_of_median,
+            suspect_of_median,
+            power,
+            window,
+            num_warmup,
+            regime_steps,
         )
         self.by = by
         self.positions = positions
@@ -223,7 +231,14 @@ class LayerClip(_Counted):
         history = self._attached()
         norms_L = self._norms(history, layer_norms)
         limits_L = layer.limits_from(history, self.settings)
-        scale_L = layer.layer_clip(norms_L, limits_L, layer.medians_from(history), self.settings.power)
+        medians_L = layer.medians_from(history)
+        scale_L = layer.layer_clip(norms_L, limits_L, medians_L, self.settings.power)
+        held = self._held(entering_norms or {}, num_held or {})
+        learned_L = norms_L
+        if held or bool((scale_L < 1.0).any()):
+            was_L, limits_L = scale_L, layer.strict_limits_from(history, self.settings)
+            scale_L = layer.layer_clip(norms_L, limits_L, medians_L, self.settings.power)
+            learned_L = np.where((was_L == 1.0) & (scale_L < 1.0), math.nan, norms_L)
         scaled = tuple(
             LayerAction(name, norm, limit if math.isfinite(norm) else None, scale)
             for name, norm, limit, scale in zip(
@@ -233,14 +248,13 @@ class LayerClip(_Counted):
         )
         for action in scaled:
             _scale(self._parameters[action.name], action.scale)
-        held = self._held(entering_norms or {}, num_held or {})
         self.last = (*held, *scaled)
         self.changed = tuple(
             name
             for name, scale in zip(history.names, scale_L.tolist(), strict=True)
             if scale < 1.0 or any(is_below(name, one.name) for one in held)
         )
-        self._history = layer.learn(history, norms_L, self.settings)
+        self._history = layer.learn(history, learned_L, self.settings)
         self._learn_entering(entering_norms or {})
         self.tally.num_seen += len(history.names)
         self.tally.num_acted += len(self.changed)
