@@ -44,9 +44,10 @@ class Event:
     cosine_layer_clip: float
     cosine_layers_only: float  # by LayerClip(positions=False): layers scaled after the backward pass
     cosine_global_clip: float  # of the gradient as it is: scaling all of it turns nothing
-    bound: float  # sqrt(1 - the clipped layers' healthy share of the squared norm)
+    bound: float  # sqrt(1 - the healthy share of the squared norm of the layers that explode)
     best: float  # that any scaling of whole layers reaches, chosen by who knows the healthy gradient
-    layers: Sequence[str]  # that got another gradient
+    layers: Sequence[str]  # that explode: above their limit with nothing held back
+    num_changed: int  # layers that got another gradient than without LayerClip
 
 
 _Row = tuple[int, torch.Tensor]  # of the embedding: a token's id, and its vector [H]
@@ -88,18 +89,20 @@ class _Scene:
         (losses_BR.sum() / rollouts.mask_BR.sum()).backward()
         return _gradients(self.model)
 
-    def scaled(self, gradient: list[torch.Tensor]) -> list[torch.Tensor]:
-        """What LayerClip would make of a finished gradient, with what it has learned of the layers."""
+    def scaled(self, gradient: list[torch.Tensor]) -> tuple[tuple[str, ...], list[torch.Tensor]]:
+        """The layers of a finished gradient that are above their limit, by what LayerClip has learned of them, and what
+        it would make of the gradient."""
         settings = self.clip.settings
         layers = [block_of(layer_key(name)) for name, _ in self.model.named_parameters()]
         names = tuple(dict.fromkeys(layers))
         history = layer.load_history(self.clip.state_dict(), names, settings)
         norms_L = np.array([_norm([g for g, one in zip(gradient, layers, strict=True) if one == n]) for n in names])
         limits_L, medians_L = layer.limits_from(history, settings), layer.medians_from(history)
-        if bool((norms_L > limits_L).any()):
+        exploding = tuple(name for name, is_over in zip(names, norms_L > limits_L, strict=True) if is_over)
+        if exploding:
             limits_L = layer.strict_limits_from(history, settings)
         scale = dict(zip(names, layer.layer_clip(norms_L, limits_L, medians_L, settings.power).tolist(), strict=True))
-        return [part * scale[one] for part, one in zip(gradient, layers, strict=True)]
+        return exploding, [part * scale[one] for part, one in zip(gradient, layers, strict=True)]
 
     def strike(self, fault: str, number: int) -> tuple[Rollouts, int, _Row | None] | None:
         """A step with the fault in it, the struck answer's row and what the embedding was before; None where this step
@@ -142,11 +145,10 @@ def events(seed: int, num_events: int) -> list[Event]:
                     scene.set_embedding(before)
                     continue  # another answer has the token in the same place: two culprits
                 whole = scene.backward(rollouts)
-            scaled = scene.scaled(whole)
+            layers, scaled = scene.scaled(whole)
             scene.backward(rollouts)
             scene.probe.observe()
             clipped = _gradients(scene.model)
-            layers = scene.clip.changed
             scene.set_embedding(before)  # one culprit a step: the next step must not meet this one's token again
             found.append(
                 Event(
@@ -159,6 +161,7 @@ def events(seed: int, num_events: int) -> list[Event]:
                     math.sqrt(max(0.0, 1 - _share(scene.model, calm, layers))),
                     _best(scene.model, whole, calm),
                     layers,
+                    len(scene.clip.changed),
                 )
             )
     scene.probe.close()
@@ -239,7 +242,7 @@ def overhead(num_steps: int = 30) -> dict[str, float]:
     assert layers.stream is not None
     for timed, methods in ((tokens, ["factor"]), (sequences, ["factor"]), (layers, ["clip"])):
         _measure(timed, methods, meter)
-    _measure(layers.stream, ["held_back", "take"], meter)
+    _measure(layers.stream, ["watch", "held_back", "take"], meter)
     shares = []
     generator = torch.Generator().manual_seed(0)
     for _ in range(num_steps):

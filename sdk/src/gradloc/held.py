@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from gradloc.clipping.stream import ResidualStream, norms_from
+from gradloc.clipping.stream import RESIDUAL_FLOOR, ResidualStream, norms_from
 from gradloc.policy import PlacedBatch, Policy
 from gradloc.replay import Gradient, masked, replay
 from gradloc.verification import Place
@@ -17,8 +17,8 @@ from gradloc.verification import Place
 
 @dataclass(frozen=True)
 class Hold:
-    """entering_norms: of a healthy step, by the layer that is entered. under: the gradient of the step whose positions
-    above these limits are held back; costs a forward and a backward."""
+    """entering_norms: of a healthy step, by the layer that is entered. under: the gradient of the step whose cancelled
+    positions, and those above these limits, are held back; costs a forward and a backward."""
 
     entering_norms: Mapping[str, float]
     under: Callable[[Mapping[str, float]], Gradient]
@@ -34,7 +34,7 @@ def without_culprits(
     healthy = masked(coefficients, places)
     if policy.team is not None or policy.split is not None:
         return replay(policy, batches, healthy).gradient, None
-    with _stream_of(policy) as stream:
+    with _stream_of(policy, residual_floor=0.0) as stream:  # measured only
         gradient = replay(policy, batches, healthy).gradient
         norms = dict(zip(stream.names, norms_from(stream.take()[0].tolist()), strict=True))
 
@@ -47,11 +47,11 @@ def without_culprits(
 
 
 @contextlib.contextmanager
-def _stream_of(policy: Policy) -> Iterator[ResidualStream]:
+def _stream_of(policy: Policy, residual_floor: float = RESIDUAL_FLOOR) -> Iterator[ResidualStream]:
     def fail(error: Exception) -> None:
         raise error
 
-    stream = ResidualStream(policy.model, lambda: 1.0, fail)
+    stream = ResidualStream(policy.model, lambda: 1.0, fail, residual_floor)
     try:
         yield stream
     finally:

@@ -5,6 +5,7 @@ import math
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -17,6 +18,8 @@ from gradloc.clipping.layer import (
     learn,
     limits_from,
     load_history,
+    medians_from,
+    strict_limits_from,
 )
 
 SETTINGS = LayerLimits()
@@ -144,3 +147,53 @@ def test_settings_that_cannot_be_meant_are_refused(settings: dict[str, float], s
 def test_no_layers_are_fine() -> None:
     history = empty_history((), SETTINGS)
     assert limits_from(learn(history, np.zeros(0), SETTINGS), SETTINGS).shape == (0,)
+
+
+class TestTwoThresholds:
+    """What struck one layer has reached others: once one is above its limit, the others' is stricter."""
+
+    HISTORY = history_of(*[[1.0, 1.0, 1.0]] * 10, [1.0, 2.5, 1.0])  # the second layer was once at 2.5
+
+    def test_the_strict_limit_is_what_was_accepted_and_twice_the_median(self) -> None:
+        assert limits_from(self.HISTORY, SETTINGS).tolist() == [6.0, 7.5, 6.0]
+        assert strict_limits_from(self.HISTORY, SETTINGS).tolist() == [2.0, 2.5, 2.0]
+
+    @given(st.lists(st.lists(st.floats(1e-6, 1e6), min_size=2, max_size=2), min_size=0, max_size=40))
+    def test_it_is_never_above_the_limit_nor_below_the_median(self, steps: list[list[float]]) -> None:
+        history = history_of(*steps) if steps else empty_history(("a", "b"), SETTINGS)
+        limits, strict = limits_from(history, SETTINGS), strict_limits_from(history, SETTINGS)
+        known = np.isfinite(limits)
+        assert np.array_equal(known, np.isfinite(strict))
+        assert bool((strict[known] <= limits[known]).all())
+        assert bool((strict[known] >= medians_from(history)[known]).all())
+
+    def clip(self, norms: list[float]) -> tuple[LayerClip, list[float]]:
+        clip = LayerClip(positions=False)
+        parameters = {name: torch.nn.Parameter(torch.ones(1)) for name in ("embed_tokens", "norm", "lm_head")}
+        clip.attach(parameters.items())
+        for _ in range(10):
+            clip.clip(dict.fromkeys(("embedding", "norm", "head"), 1.0))
+        for parameter in parameters.values():
+            parameter.grad = torch.ones(1)
+        clip.clip(dict(zip(("embedding", "norm", "head"), norms, strict=True)))
+        return clip, [float(p.grad) for p in parameters.values() if p.grad is not None]
+
+    def test_alone_a_layer_between_the_two_is_left_and_learned_from(self) -> None:
+        clip, scales = self.clip([4.0, 1.0, 1.0])
+        assert scales == [1.0, 1.0, 1.0]
+        assert clip.limits()["embedding"] == 10.0  # three times the largest, and at most ten medians
+
+    def test_beside_an_explosion_it_is_scaled_and_not_learned_from(self) -> None:
+        clip, scales = self.clip([4.0, 1.9, 100.0])
+        assert scales == pytest.approx([1 / 16, 1.0, 1e-4])
+        assert [action.name for action in clip.last] == ["embedding", "head"]
+        assert clip.limits()["embedding"] == 6.0
+        assert clip.limits()["norm"] == 6.0
+
+    def test_beside_a_layer_that_is_not_finite_too(self) -> None:
+        _, scales = self.clip([4.0, 1.9, math.nan])
+        assert scales == pytest.approx([1 / 16, 1.0])  # and no gradient for the third
+
+    def test_a_factor_that_would_clip_healthy_layers_is_refused(self) -> None:
+        with pytest.raises(ValueError, match=r"suspect_of_median is 0\.5; expected 1 or more"):
+            LayerClip(suspect_of_median=0.5)

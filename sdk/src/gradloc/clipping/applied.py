@@ -56,7 +56,7 @@ class AppliedRemedies:
         if self._layer_clip is not None:
             _refuse_wrapper(model)
             if self._layer_clip.positions:
-                self._stream = ResidualStream(module, factor, on_error)
+                self._stream = ResidualStream(module, factor, on_error, self._layer_clip.residual_floor)
             self._layer_clip.attach(module.named_parameters(), self._stream)
 
     def before_backward(self, logp_BR: Tensor, mask: Tensor, rollout_logp: Tensor | None) -> None:

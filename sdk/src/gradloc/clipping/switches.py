@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from gradloc.clipping import layer, reward, sequence, token
-from gradloc.clipping.stream import ResidualStream, is_below
+from gradloc.clipping.stream import RESIDUAL_FLOOR, ResidualStream, is_below
 from gradloc.layers import block_of, layer_key
 
 
@@ -142,10 +142,11 @@ class LayerAction:
 class LayerClip(_Counted):
     """Holds each layer to limits from its own history, in two places.
 
-    Between blocks, while the backward pass runs: a position whose gradient exceeds what has ever entered the layer
-    below sends nothing further down (`stream.py`), so that one token cannot explode the layers below it and all other
-    tokens' gradients stay as they are; `positions=False` leaves this out. After the backward pass: a layer whose
-    gradient exceeds its limit all the same is scaled down (`layer.py`).
+    Between blocks, while the backward pass runs (`stream.py`): a position whose gradient alone is above what all
+    positions together may send into a block sends nothing into it and those below, and one where the residual stream
+    was left under `residual_floor` of the median position's sends nothing into any. So one token cannot explode the
+    layers, and all other tokens' gradients stay as they are; `positions=False` leaves this out. After the backward
+    pass: a layer whose gradient exceeds its limit all the same is scaled down (`layer.py`).
 
     by "block": a transformer block, the embedding, the head are a layer each; by "kind": attention, MLP and
     norms of a block count apart. `last` is what it did at the last step, `changed` the layers that got another gradient
@@ -163,6 +164,7 @@ class LayerClip(_Counted):
         suspect_of_median: float = 2.0,
         by: Literal["block", "kind"] = "block",
         positions: bool = True,
+        residual_floor: float = RESIDUAL_FLOOR,
         window: int = 32,
         num_warmup: int = 8,
         regime_steps: int = 12,
@@ -180,7 +182,13 @@ class LayerClip(_Counted):
             num_warmup,
             regime_steps,
         )
+        if not 0.0 <= residual_floor < 1.0:
+            raise ValueError(
+                f"LayerClip: residual_floor is {residual_floor}; expected a fraction of the median position's residual "
+                "stream from 0 (no position counts as cancelled) to below 1"
+            )
         self.by = by
+        self.residual_floor = residual_floor
         self.positions = positions
         self.last: tuple[LayerAction, ...] = ()
         self.changed: tuple[str, ...] = ()
@@ -236,9 +244,10 @@ class LayerClip(_Counted):
         held = self._held(entering_norms or {}, num_held or {})
         learned_L = norms_L
         if held or bool((scale_L < 1.0).any()):
-            was_L, limits_L = scale_L, layer.strict_limits_from(history, self.settings)
+            is_over_L, strict_L = scale_L < 1.0, layer.strict_limits_from(history, self.settings)
+            limits_L = np.where(is_over_L, limits_L, strict_L)
             scale_L = layer.layer_clip(norms_L, limits_L, medians_L, self.settings.power)
-            learned_L = np.where((was_L == 1.0) & (scale_L < 1.0), math.nan, norms_L)
+            learned_L = np.where((scale_L < 1.0) & ~is_over_L, math.nan, norms_L)
         scaled = tuple(
             LayerAction(name, norm, limit if math.isfinite(norm) else None, scale)
             for name, norm, limit, scale in zip(
