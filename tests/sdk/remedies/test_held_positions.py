@@ -46,11 +46,18 @@ class Block(nn.Module):
         super().__init__()
         self.mlp = nn.Linear(WIDTH, WIDTH)
         self.amplified: dict[Place, float] = {}
+        self.left: dict[Place, float] = {}  # of the stream
 
     def forward(self, hidden: torch.Tensor) -> tuple[torch.Tensor]:
         entered = Amplify.apply(hidden, self.amplified)
         mixed = torch.cumsum(entered, dim=1) / LENGTH  # positions see those before them
-        return (entered + torch.tanh(self.mlp(mixed)),)
+        leaving = entered + torch.tanh(self.mlp(mixed))
+        if self.left:
+            part = torch.ones_like(leaving[..., :1])
+            for place, fraction in self.left.items():
+                part[place] = fraction
+            leaving = leaving * part
+        return (leaving,)
 
 
 class Language(nn.Module):
@@ -339,3 +346,81 @@ def test_a_model_without_known_blocks_is_clipped_by_layers_alone() -> None:
     model(torch.ones(1, 2)).sum().backward()
     assert probe.observe() == "go"
     assert "entering" not in clip.state_dict()
+
+
+class TestCancelled:
+    """Where next to nothing is left of the stream, the forward pass shows it before any gradient is large."""
+
+    def step(
+        self, loop: Loop, left: dict[Place, float], zeroed: tuple[Place, ...] = (), number: int = 50
+    ) -> dict[str, Any]:
+        """Gradients of a step whose second block leaves so much of the stream; `zeroed`: by hooks of the test's own."""
+
+        def hook(_module: nn.Module, _args: Any, output: tuple[torch.Tensor]) -> None:
+            keep = torch.ones_like(output[0][..., :1])
+            for place in zeroed:
+                keep[place] = 0.0
+            output[0].register_hook(lambda grad: grad * keep)  # type: ignore[no-untyped-call]
+
+        handles = [layer.register_forward_hook(hook) for layer in loop.model.layers] if zeroed else []
+        loop.model.layers[1].left = left  # type: ignore[assignment]
+        loop.model.zero_grad()
+        loop.backward(number)
+        loop.model.layers[1].left = {}  # type: ignore[assignment]
+        for handle in handles:
+            handle.remove()
+        return loop.gradients()
+
+    def test_it_sends_nothing_into_any_block_from_the_first_step_on(self) -> None:
+        loop = Loop(Language(), LayerClip())
+        found = self.step(loop, {(1, 2): 1e-4})
+        with loop.clip.suspended():
+            expected = self.step(loop, {(1, 2): 1e-4}, zeroed=((1, 2),))
+            plain = self.step(loop, {(1, 2): 1e-4})
+        for name, gradient in found.items():
+            assert torch.allclose(gradient, expected[name], rtol=1e-6, atol=1e-9), name
+            assert torch.equal(gradient, plain[name]) == ("head" in name), name
+
+    def test_it_is_told(self, loop: Loop) -> None:
+        self.step(loop, {(1, 2): 1e-4})
+        loop.probe.observe()
+        assert loop.clip.changed == ("embedding", "layers.0", "layers.1", "layers.2")
+        assert {(one.name, one.num_positions, one.scale) for one in loop.clip.last} >= {("layers.2", 1, 0.0)}
+        assert loop.told()[-1].rules_hit[-1] == rules.HELD
+
+    @pytest.mark.parametrize(("fraction", "is_held"), [(0.0, True), (0.01, True), (0.2, False), (30.0, False)])
+    def test_a_stream_that_is_merely_small_or_large_is_none(self, fraction: float, is_held: bool) -> None:
+        loop = Loop(Language(), LayerClip())
+        self.step(loop, {(1, 2): fraction})
+        loop.probe.observe()
+        assert bool(loop.clip.last) == is_held
+
+    def test_padding_counts_as_nobody(self) -> None:
+        """A position that no loss depends on, with nothing in its stream."""
+        loop = Loop(Language(), LayerClip())
+        self.step(loop, {(1, LENGTH - 1): 0.0})  # the last position predicts nothing
+        loop.probe.observe()
+        assert loop.clip.last == ()
+
+    def test_a_floor_of_0_switches_it_off_and_others_than_fractions_are_refused(self) -> None:
+        loop = Loop(Language(), LayerClip(residual_floor=0.0))
+        self.step(loop, {(1, 2): 1e-6})
+        loop.probe.observe()
+        assert loop.clip.last == ()
+        for wrong in (-0.1, 1.0, math.nan):
+            with pytest.raises(ValueError, match=r"residual_floor is .* expected a fraction"):
+                LayerClip(residual_floor=wrong)
+
+    @pytest.mark.parametrize("reentrant", [True, False])
+    def test_recomputed_blocks_hold_back_from_where_they_know(self, reentrant: bool) -> None:
+        """A block that is recomputed alone knows what left it, not what leaves those above."""
+        plain, again = Loop(Language(), LayerClip()), Loop(Language(checkpointing=reentrant), LayerClip())
+        again.model.load_state_dict(plain.model.state_dict())
+        expected, found = (self.step(one, {(1, 2): 1e-4}) for one in (plain, again))
+        for name, gradient in found.items():
+            if not reentrant or "layers.2" in name or "head" in name:
+                above = "layers.2" in name and reentrant
+                assert torch.allclose(gradient, expected[name], rtol=1e-5, atol=1e-9) != above, name
+        again.probe.observe()
+        assert "layers.1" in {one.name for one in again.clip.last}
+        assert ("layers.2" in {one.name for one in again.clip.last}) != reentrant
