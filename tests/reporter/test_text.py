@@ -264,4 +264,7 @@ def test_a_norm_that_is_healthy_because_something_was_held_back_is_told_with_wha
     )
     text = plain(tell(story(kit, finding, spike=spike)))
     assert "held there by LayerClip; without it 640 (healthy 0.41, 1,560x)" in text
+    assert "Fix that would have held" in text  # another remedy's
+    layer_clip = finding.model_copy(update={"fix": m.Fix(name="LayerClip", norm_after=0.43, holds=True)})
+    assert "Fix that held: LayerClip → norm 0.43" in plain(tell(story(kit, layer_clip, spike=spike)))
     assert "nan" not in text

@@ -36,6 +36,8 @@ def report(finding: Finding) -> RenderableType:
         parts.append(Text(f"Layers   {layers} (up to {_number(growth)}x healthy)"))
     if finding.fix is not None:
         held = "would have held" if finding.fix.holds else "would not have been enough"
+        if finding.fix.holds and finding.fidelity.held_at is not None and finding.fix.name == "LayerClip":
+            held = "held"
         parts.append(Text(f"Fix      {visible(finding.fix.name)} {held}: norm {_number(finding.fix.norm_after)}"))
     parts.append(_footer(finding))
     return Group(*parts)

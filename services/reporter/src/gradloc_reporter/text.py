@@ -267,10 +267,18 @@ def fix_text(finding: Finding, limit: float | None) -> tuple[str, tuple[Piece, .
     if fix is None:
         return None
     after = f"{visible(fix.name, 120)} → norm {number(fix.norm_after)}"
-    if fix.holds:
-        return "Fix that would have held", (Piece(after),)
-    over = "" if limit is None else f", still over the limit {number(limit)}"
-    return "Best remedy tried", (Piece(after + over),)
+    over = "" if fix.holds or limit is None else f", still over the limit {number(limit)}"
+    return fix_label(finding), (Piece(after + over),)
+
+
+def fix_label(finding: Finding) -> str:
+    """What is said before the fix's name; "" where there is none."""
+    if finding.fix is None:
+        return ""
+    if not finding.fix.holds:
+        return "Best remedy tried"
+    is_on = finding.fidelity.held_at is not None and finding.fix.name == "LayerClip"
+    return "Fix that held" if is_on else "Fix that would have held"
 
 
 def _culprit_lines(finding: Finding) -> list[Line]:

@@ -163,6 +163,7 @@ class Pages:
             if finding is None or finding.certificate is None
             else drawing.certificate_bars(finding.certificate, finding.healthy_norm, text.relossed_norm(finding)),
             certificate_text="" if finding is None else text.certificate_text(finding),
+            fix_label="" if finding is None else text.fix_label(finding),
             cause_text=text.cause_text,
             verdict_names=text.VERDICT_NAMES,
         )
