@@ -402,6 +402,36 @@ class TestCancelled:
         loop.probe.observe()
         assert loop.clip.last == ()
 
+    def test_padding_with_a_huge_stream_does_not_make_the_others_small(self) -> None:
+        """The first position of a row, and padding in front of it, may have a thousand times the usual stream."""
+        loop = Loop(Language(), LayerClip())
+        most = {(row, at): 1e3 for row in range(ROWS) for at in range(LENGTH) if at >= 2}
+
+        def padded(number: int) -> None:
+            generator = torch.Generator().manual_seed(number)
+            ids_BT = torch.randint(0, 11, (ROWS, LENGTH), generator=generator)
+            logp_BR = loop.model(ids_BT)
+            loop.probe.tokens(logp_BR, ids_BT, torch.ones_like(logp_BR))
+            logp_BR[:, :2].mean().backward()  # nothing depends on positions from the third on
+
+        loop.model.layers[1].left = most  # type: ignore[assignment]
+        padded(50)
+        loop.model.layers[1].left = {}  # type: ignore[assignment]
+        loop.probe.observe()
+        assert loop.clip.last == ()
+
+    def test_a_packed_batch_has_one_axis_for_all(self) -> None:
+        model = Language()
+        clip = LayerClip()
+        probe = gradloc.watch(model, run=RUN, bus=MemoryBus(), remedies=[clip])
+        flat_NH = model.embed_tokens(torch.arange(9))
+        model.layers[1].left = {(4,): 1e-5}  # type: ignore[assignment,dict-item]
+        for layer in model.layers:
+            (flat_NH,) = layer(flat_NH)
+        flat_NH.square().sum().backward()
+        probe.observe()
+        assert clip.last[0].num_positions == 1
+
     def test_a_floor_of_0_switches_it_off_and_others_than_fractions_are_refused(self) -> None:
         loop = Loop(Language(), LayerClip(residual_floor=0.0))
         self.step(loop, {(1, 2): 1e-6})

@@ -13,7 +13,7 @@ Every other position, and every layer above, gets to the bit what it would have 
 that is entered through it from above: "layers.0", ... Below the lowest block there is none: of what enters the
 embedding, positions of padding would be the largest, and no row learns from them. Knows no history and no other rank:
 limits are given, norms and counts taken. Hooks raise nothing into a pass.
-Shapes: B rows, T positions, H width, K boundaries.
+Shapes: B rows, T positions (or one axis of both), H width, K boundaries, N positions of all rows.
 """
 
 import contextlib
@@ -35,16 +35,26 @@ _EMBEDDING = "embedding"
 
 @dataclass
 class _Passage:
-    """One forward pass through the blocks: where the stream was left too small. Complete when its backward begins."""
+    """One forward pass through the blocks: what each left of the stream. Complete when its backward begins."""
 
     last: int
-    cancelled: list[Tensor] = field(default_factory=list)
-    union_BT: Tensor | None = None
+    sizes: list[Tensor] = field(default_factory=list)  # of blocks, [B, T] each
+    cancelled_BT: Tensor | None = None
 
-    def cancelled_BT(self) -> Tensor | None:
-        if self.union_BT is None and self.cancelled:
-            self.union_BT = torch.stack(self.cancelled).any(dim=0)
-        return self.union_BT
+    def judge(self, norms_BT: Tensor, floor: float) -> Tensor | None:
+        """Where some block left less than `floor` of the median position's stream, judged once: by the positions that
+        the topmost boundary gets a gradient from, for padding may have any stream at all."""
+        if self.cancelled_BT is None and self.sizes:
+            is_heard_BT = norms_BT != 0.0
+            # Not torch.median: on a GPU it has no deterministic kernel, which some trainers insist on.
+            middle = ((is_heard_BT.sum() - 1) // 2).clamp(min=0).reshape(1)
+            cancelled_BT = torch.zeros_like(is_heard_BT)
+            for sizes_BT in self.sizes:
+                sorted_N = torch.where(is_heard_BT, sizes_BT, math.inf).flatten().sort().values
+                median = sorted_N.gather(0, middle)
+                cancelled_BT |= (sizes_BT < floor * median) & torch.isfinite(median)
+            self.cancelled_BT, self.sizes = cancelled_BT, []
+        return self.cancelled_BT
 
 
 class ResidualStream:
@@ -140,7 +150,7 @@ class ResidualStream:
         if self._residual_floor > 0:
             with torch.no_grad():
                 sizes_BT = torch.linalg.vector_norm(hidden_BTH, dim=-1, dtype=_wide(hidden_BTH.dtype))
-                passage.cancelled.append(sizes_BT < self._residual_floor * sizes_BT.median())
+            passage.sizes.append(sizes_BT)
         hidden_BTH.register_hook(lambda grad_BTH: self.held_back(number, grad_BTH, passage))  # type: ignore[no-untyped-call]
 
     def held_back(self, number: int, grad_BTH: Tensor, passage: _Passage) -> Tensor | None:
@@ -153,7 +163,7 @@ class ResidualStream:
             norms_BT = torch.linalg.vector_norm(grad_BTH, dim=-1, dtype=_wide(grad_BTH.dtype)) * self._scale
             precise_BT = norms_BT.double() if norms_BT.device.type != "mps" else norms_BT.cpu().double()
             self._add(self._squares_K[number], torch.where(torch.isfinite(precise_BT), precise_BT, 0.0).square().sum())
-            over_BT, limit = passage.cancelled_BT(), self._limits_K[number]
+            over_BT, limit = passage.judge(norms_BT, self._residual_floor), self._limits_K[number]
             if over_BT is not None:
                 over_BT = over_BT & (norms_BT != 0.0)  # padding sends nothing, cancelled or not
             if not math.isnan(limit):
