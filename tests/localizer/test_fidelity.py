@@ -130,7 +130,8 @@ class TestHeldBack:
         step = trainer.faulty(trainer.model(tied=False), trainer.stale(9.0))
         policy, coefficients = step.policy(), coefficients_of(step.placed)
         healthy, hold = without_culprits(policy, step.placed, coefficients, [Place(2, 2, 3)])
-        held = hold.under({name: 6 * norm for name, norm in hold.entering_norms.items()})
+        held, is_struck = hold.under({name: 6 * norm for name, norm in hold.entering_norms.items()})
+        assert is_struck
         top = list(hold.entering_norms)[-1]
         facts = step.facts(grad_norm=held.norm, layer_norms=held.layer_norms, held_at=top)
         assert held.norm < 0.5 * step.grad_norm

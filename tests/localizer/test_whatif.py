@@ -89,11 +89,21 @@ def gradient(**values):
 
 def test_layer_clip_brings_what_explodes_below_its_healthy_norm_and_leaves_the_rest():
     change = whatif.layer_clip({"layers.0.mlp": 3.0, "layers.0.norm": 4.0, "head": 1.0, "other": 0.0})
-    found = change.apply(gradient(layers_0_mlp=300.0, layers_0_norm=400.0, x_head=5.9, unknown=7.0))
+    found = change.apply(gradient(layers_0_mlp=300.0, layers_0_norm=400.0, x_head=1.9, unknown=7.0))
     # power 2: a block at 100 times its healthy norm keeps a hundredth of that
     assert found.layer_norms["layers.0.mlp"] == pytest.approx(0.03)
     assert found.layer_norms["layers.0.norm"] == pytest.approx(0.04)
-    assert (found.layer_norms["head"], found.layer_norms["other"]) == pytest.approx((5.9, 7.0))
+    assert (found.layer_norms["head"], found.layer_norms["other"]) == pytest.approx((1.9, 7.0))
+
+
+def test_beside_an_explosion_a_layer_above_twice_its_healthy_norm_is_scaled_too():
+    change = whatif.layer_clip({"layers.0.mlp": 1.0, "layers.1.mlp": 1.0, "head": 1.0})
+    found = change.apply(gradient(layers_0_mlp=3.0, layers_1_mlp=100.0, x_head=1.9))
+    assert found.layer_norms["layers.0.mlp"] == pytest.approx(1 / 3)
+    assert found.layer_norms["head"] == pytest.approx(1.9)
+    calm = gradient(layers_0_mlp=3.0, layers_1_mlp=1.0, x_head=1.9)
+    assert change.apply(calm).layer_norms["layers.0.mlp"] == pytest.approx(3.0)
+    assert change.apply(calm, True).layer_norms["layers.0.mlp"] == pytest.approx(1 / 3)  # something was held back
 
 
 def test_a_layer_that_is_not_finite_gets_no_gradient():
@@ -131,6 +141,7 @@ class TestForetold:
         model, factor = step.model, step.grad_factor
         errors = []
         applied = AppliedRemedies(list(remedies), model, model, lambda: 1.0, errors.append)
+        applied.start()
         for remedy in remedies if healthy is not None else ():
             remedy.load_state_dict(history_of(remedy, healthy, entering or {}))
         model.zero_grad()
@@ -143,6 +154,7 @@ class TestForetold:
             (batch.coefficient_BR * factor * logp_BR).sum().backward()
         went_in = applied.entering()
         applied.after_agreement(layer_norms_of(model), {}, {name: int(number) for name, (_, number) in went_in.items()})
+        applied.close()
         assert not errors
         if after is not None:
             after(model)

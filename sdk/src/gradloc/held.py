@@ -18,10 +18,10 @@ from gradloc.verification import Place
 @dataclass(frozen=True)
 class Hold:
     """entering_norms: of a healthy step, by the layer that is entered. under: the gradient of the step whose cancelled
-    positions, and those above these limits, are held back; costs a forward and a backward."""
+    positions, and those above these limits, are held back, and whether any was; costs a forward and a backward."""
 
     entering_norms: Mapping[str, float]
-    under: Callable[[Mapping[str, float]], Gradient]
+    under: Callable[[Mapping[str, float]], tuple[Gradient, bool]]
 
 
 def without_culprits(
@@ -38,10 +38,11 @@ def without_culprits(
         gradient = replay(policy, batches, healthy).gradient
         norms = dict(zip(stream.names, norms_from(stream.take()[0].tolist()), strict=True))
 
-    def under(limits: Mapping[str, float]) -> Gradient:
+    def under(limits: Mapping[str, float]) -> tuple[Gradient, bool]:
         with _stream_of(policy) as stream:
             stream.set_limits([limits.get(name, float("nan")) for name in stream.names])
-            return replay(policy, batches, coefficients).gradient
+            gradient = replay(policy, batches, coefficients).gradient
+            return gradient, bool(stream.take()[1].any())
 
     return gradient, Hold(norms, under) if norms else None
 
@@ -52,6 +53,7 @@ def _stream_of(policy: Policy, residual_floor: float = RESIDUAL_FLOOR) -> Iterat
         raise error
 
     stream = ResidualStream(policy.model, lambda: 1.0, fail, residual_floor)
+    stream.start()
     try:
         yield stream
     finally:

@@ -62,6 +62,7 @@ from gradloc_proto.redis_bus import RedisBus
 FINDINGS_LENGTH = 16  # findings of inline mode that are kept
 RING_LENGTH = 4  # steps whose batch is kept for a late request
 SNAPSHOTS_MAX = 50  # a run's quota; a storm of spikes must not fill the store
+HELD_SPACING_STEPS = 8  # between the first two kept steps in which something was held back; then twice as many
 METRICS_USUAL_STEPS = 32  # whose median metrics are the usual ones
 LIMITS_AGE_MAX_STEPS = 64  # older limits from the detector give way to the local rules
 _log = logging.getLogger("gradloc")
@@ -140,6 +141,7 @@ class Probe:
         model_inputs_bytes_max: int = BYTES_MAX,
     ) -> None:
         distributed = dist.is_available() and dist.is_initialized()
+        self._complained: set[str] = set()
         self.rank = dist.get_rank() if distributed else 0
         self.world_size = dist.get_world_size() if distributed else 1
         self.run_id = run
@@ -172,6 +174,7 @@ class Probe:
             self._module,
             lambda: self._rank_factor / _loss_scale(self._scaler),
             lambda error: self._complain("backward", error),
+            is_loss_scaled=scaler is not None,
         )
         self.findings: deque[Finding] = deque(maxlen=FINDINGS_LENGTH)
         self._inline = None if localize is None else self._inline_localizer(model, texts)
@@ -182,12 +185,12 @@ class Probe:
         no_references = reference_after is None or store is None or self._weights_apart
         self._references = None if no_references else ReferencePlan(reference_after or FIRST_AFTER_STEPS)
         self._metrics_before: deque[dict[str, float]] = deque(maxlen=METRICS_USUAL_STEPS)
-        self._complained: set[str] = set()
         self._rules = rules.RunState()
         self._wish: tuple[int, bool] | None = None  # rank 0's at the last step, for all: step, or the newest
         self._last_step_at = time.monotonic()
         self._observed = False
         self._closed = False
+        self._next_held_step, self._held_spacing = 0, HELD_SPACING_STEPS
         self._inputs_checked = False
         self._publisher = Publisher(bus, run) if bus is not None and self.rank == 0 else None
         self._writer = (
@@ -198,6 +201,7 @@ class Probe:
         if optimizer is not None:
             optimizer.register_step_pre_hook(self._before_update)
             optimizer.register_step_post_hook(self._after_update)
+        self._remedies.start()
         self._close_at_exit = functools.partial(_close_forgotten, weakref.ref(self))
         atexit.register(self._close_at_exit)
         self._publish(
@@ -308,6 +312,7 @@ class Probe:
         if self._closed:
             return
         self._closed = True
+        self._remedies.close()
         atexit.unregister(self._close_at_exit)
         if self._writer is not None:
             self._writer.close()
@@ -325,6 +330,7 @@ class Probe:
         limits, wish = (self._limits(), self._take_wish()) if self.rank == 0 else (None, None)
         kept = self._kept_for_wish()
         try:
+            entering = self._remedies.entering()  # first: what fails later must not leave it to the next step
             self._grad_factor = self._rank_factor / _loss_scale(self._scaler)
             micro_batches = self._capture.take()
             return (
@@ -338,7 +344,7 @@ class Probe:
                     limits=limits,
                     kept_step=None if kept is None else kept.step,
                     wish=wish,
-                    entering=self._remedies.entering(),
+                    entering=entering,
                 ),
                 micro_batches,
             )
@@ -364,7 +370,7 @@ class Probe:
         broken = rules.breaches(view.limits, view.norm, view.layer_norms)
         # What LayerClip held back is no norm any more, and all the same somebody should explain it.
         hit = (*broken, rules.HELD) if view.num_positions_held else broken
-        decision: Decision = "snapshot" if hit and view.ready else "go"
+        decision: Decision = "snapshot" if (broken or self._held_is_due(view)) and view.ready else "go"
         snapshot_url = None
         if decision == "snapshot" and self._writer is not None:
             snapshot_url = self._writer.url(self.step)
@@ -447,6 +453,15 @@ class Probe:
         if inline.reason_off is not None:
             raise ValueError(f'localize="inline" cannot work here: {inline.reason_off}')
         return inline
+
+    def _held_is_due(self, view: CommonView) -> bool:
+        """Ever fewer of the steps in which something is held back are kept: they must not use up the run's quota."""
+        if not view.num_positions_held or self.step < self._next_held_step:
+            return False
+        if view.ready:
+            self._next_held_step = self.step + self._held_spacing
+            self._held_spacing *= 2
+        return True
 
     def _beyond_skip(self, view: CommonView) -> bool:
         if not math.isfinite(view.norm):

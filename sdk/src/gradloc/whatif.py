@@ -38,10 +38,10 @@ class CoefficientChange:
 @dataclass(frozen=True)
 class GradientChange:
     """Something done to the finished gradient. holds: where positions are held back before it is finished, how many
-    times what enters a layer in a healthy step may enter it."""
+    times what enters a layer in a healthy step may enter it; `apply` is then told whether any was."""
 
     name: str
-    apply: Callable[[Gradient], Gradient]
+    apply: Callable[..., Gradient]
     holds: float | None = None
 
 
@@ -77,8 +77,11 @@ def foretell(
     if isinstance(change, GradientChange):
         if change.holds is not None and hold is not None:
             factor = change.holds
-            gradient = hold.under({name: factor * norm for name, norm in hold.entering_norms.items() if norm > 0})
-        changed = change.apply(gradient)
+            changed = change.apply(
+                *hold.under({name: factor * norm for name, norm in hold.entering_norms.items() if norm > 0})
+            )
+        else:
+            changed = change.apply(gradient)
     else:
         others = change.apply(batches, coefficients)
         if others is None:
@@ -169,12 +172,14 @@ def layer_clip(healthy_layer_norms: Mapping[str, float], settings: LayerLimits |
     settings = settings or LayerLimits()
     healthy = _by_block(healthy_layer_norms)
 
-    def apply(gradient: Gradient) -> Gradient:
+    def apply(gradient: Gradient, is_struck: bool = False) -> Gradient:
         norms = _by_block(gradient.layer_norms)
+        norms_L = np.array(list(norms.values()))
         usual_L = np.array([healthy.get(name) or math.nan for name in norms])  # of 0 nothing is known, as in a history
-        scale_L = layer.layer_clip(
-            np.array(list(norms.values())), settings.factor_of_median * usual_L, usual_L, settings.power
-        )
+        scale_L = layer.layer_clip(norms_L, settings.factor_of_median * usual_L, usual_L, settings.power)
+        if is_struck or bool((scale_L < 1.0).any()):
+            strict = min(settings.suspect_of_median, settings.factor_of_median)
+            scale_L = layer.layer_clip(norms_L, strict * usual_L, usual_L, settings.power)
         return _scaled(gradient, dict(zip(norms, scale_L.tolist(), strict=True)))
 
     return GradientChange("LayerClip", apply, holds=settings.factor_of_median)

@@ -4,6 +4,8 @@ import copy
 import json
 import logging
 import math
+import pickle
+import time
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import gradloc
 from gradloc.clipping import LayerClip, TokenClip
-from gradloc.clipping.stream import ResidualStream, boundaries_of
+from gradloc.clipping.stream import ResidualStream, boundaries_of, is_below
 from gradloc_proto import codec, rules, streams
 from gradloc_proto.memory_bus import MemoryBus
 from gradloc_proto.messages import StepObserved
@@ -336,6 +338,7 @@ def test_boundaries_are_named_after_the_layers_that_are_entered() -> None:
     assert boundaries_of(Language()) == ("layers.0", "layers.1", "layers.2")
     assert boundaries_of(nn.Linear(2, 2)) == ()
     stream = ResidualStream(nn.Linear(2, 2), lambda: 1.0, lambda error: None)
+    stream.start()
     assert stream.take().shape == (2, 0)
 
 
@@ -454,3 +457,108 @@ class TestCancelled:
         again.probe.observe()
         assert "layers.1" in {one.name for one in again.clip.last}
         assert ("layers.2" in {one.name for one in again.clip.last}) != reentrant
+
+
+class TestOutsideOfSteps:
+    """What is nobody's step, and what else people do with a model that is watched."""
+
+    def test_after_close_the_model_is_as_it_was(self, loop: Loop) -> None:
+        loop.probe.close()
+        assert not any(layer._forward_hooks for layer in loop.model.layers)
+        assert float(struck(loop, {(1, 2): 1e6})["layers.0.mlp.weight"].norm()) > 1e2  # type: ignore[arg-type]
+
+    def test_a_pass_that_is_under_way_at_close_is_left_alone(self, loop: Loop) -> None:
+        loop.model.layers[1].amplified = {(1, 2): 1e6}  # type: ignore[assignment]
+        loop.model.zero_grad()
+        value = loop.model(torch.zeros(ROWS, LENGTH, dtype=torch.int64)).sum()
+        loop.probe.close()
+        value.backward()
+        assert float(loop.gradients()["layers.0.mlp.weight"].norm()) > 1e2
+
+    def test_the_model_can_be_pickled_and_copied_and_the_copies_are_free(self, loop: Loop) -> None:
+        pickled = pickle.loads(pickle.dumps(loop.model))  # noqa: S301 - our own bytes
+        for twin in (pickled, copy.deepcopy(loop.model)):
+            twin.layers[1].amplified = {(1, 2): 1e6}
+            twin.zero_grad()
+            twin(torch.zeros(ROWS, LENGTH, dtype=torch.int64)).sum().backward()
+            assert float(twin.layers[0].mlp.weight.grad.norm()) > 1e2
+
+    def test_a_watch_that_is_refused_leaves_no_hook(self) -> None:
+        model, clip = Language(), LayerClip()
+        clip.load_state_dict({"version": 1, "names": ["of another model"]})
+        with pytest.raises(ValueError, match="the saved state is of another model"):
+            gradloc.watch(model, run=RUN, bus=MemoryBus(), remedies=[clip])
+        assert not any(layer._forward_hooks for layer in model.layers)
+
+    def test_a_step_that_could_not_be_measured_leaves_nothing_to_the_next(
+        self, loop: Loop, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("GRADLOC_STRICT", "0")
+        before = loop.clip.state_dict()
+        struck(loop, {(1, 2): 1e4})
+        loop.probe.observe(nosuch=1.0)
+        assert loop.clip.state_dict() == before
+        loop.model.zero_grad()
+        loop.step(0)
+        assert loop.clip.last == ()
+
+    def test_an_overflow_of_a_scaled_loss_is_seen_by_who_scales_it(self) -> None:
+        class Scaler:
+            def get_scale(self) -> float:
+                return 1.0
+
+        loop = Loop(Language(), LayerClip(), arguments={"scaler": Scaler()})
+        loop.warm_up()
+        assert not struck(loop, {(1, 2): math.inf})["layers.0.mlp.weight"].isfinite().all()
+        found, expected = struck(loop, {(1, 2): 1e6}), struck(loop, {(1, 2): 0.0})
+        assert torch.equal(found["layers.0.mlp.weight"], expected["layers.0.mlp.weight"])
+
+    def test_graphs_of_second_derivatives_are_not_kept(self, loop: Loop) -> None:
+        logp_BR = loop.model(torch.zeros(ROWS, LENGTH, dtype=torch.int64))
+        torch.autograd.grad(logp_BR.sum(), list(loop.model.parameters()), create_graph=True)
+        assert loop.clip.stream is not None
+        assert not loop.clip.stream.take().requires_grad
+
+    def test_ever_fewer_of_many_held_steps_are_kept(self, tmp_path: Any) -> None:
+        loop = Loop(Language(), LayerClip(), arguments={"store": tmp_path.as_uri(), "reference_after": None})
+        kept = []
+        for number in range(60):
+            loop.model.layers[1].left = {(1, 2): 1e-5}  # type: ignore[assignment]
+            if loop.step(number) == "snapshot":
+                kept.append(number)
+            assert loop.clip.last
+            writer = loop.probe._writer
+            assert writer is not None
+            while not writer.ready:
+                time.sleep(0.01)
+        assert kept == [0, 8, 24, 56]
+        assert all(step.rules_hit[-1] == rules.HELD for step in loop.told())
+
+
+def test_two_stacks_of_blocks_and_blocks_within_blocks_have_no_boundaries_of_their_own() -> None:
+    both = nn.ModuleDict({"encoder": Language(), "decoder": Language()})
+    assert boundaries_of(both) == ()
+    nested = Language()
+    nested.layers[0].layer = nn.ModuleList([nn.Linear(2, 2)])
+    assert boundaries_of(nested) == ("layers.0", "layers.1", "layers.2")
+
+
+@pytest.mark.parametrize(
+    ("layer", "is_entered"),
+    [
+        ("embedding", True), ("layers.0.mlp", True), ("layers.1", True), ("layers.2.norm", False), ("norm", False),
+        ("head", False), ("other", True), ("vision.layers.7.attention", True), ("vision.other", True),
+    ],
+)  # fmt: skip
+def test_all_but_what_lies_above_may_get_another_gradient(layer: str, is_entered: bool) -> None:
+    assert is_below(layer, "layers.1") is is_entered
+
+
+def test_of_few_positions_none_counts_as_cancelled() -> None:
+    loop = Loop(Language(), LayerClip())
+    loop.model.layers[1].left = {(0, 1): 1e-5}  # type: ignore[assignment]
+    logp_BR = loop.model(torch.zeros(1, LENGTH, dtype=torch.int64))
+    loop.probe.tokens(logp_BR, torch.zeros(1, LENGTH, dtype=torch.int64), torch.ones(1, LENGTH - 1))
+    logp_BR.mean().backward()
+    loop.probe.observe()
+    assert loop.clip.last == ()

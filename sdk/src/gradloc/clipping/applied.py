@@ -38,8 +38,10 @@ class AppliedRemedies:
         module: torch.nn.Module,
         factor: Callable[[], float],
         on_error: Callable[[Exception], None],
+        *,
+        is_loss_scaled: bool = False,
     ) -> None:
-        """factor, on_error: as ResidualStream takes them."""
+        """factor, on_error: as ResidualStream takes them. Acts from `start` to `close`."""
         for remedy in remedies:
             if type(remedy) not in FRACTION_NAMES:
                 raise ValueError(
@@ -56,8 +58,19 @@ class AppliedRemedies:
         if self._layer_clip is not None:
             _refuse_wrapper(model)
             if self._layer_clip.positions:
-                self._stream = ResidualStream(module, factor, on_error, self._layer_clip.residual_floor)
+                floor = self._layer_clip.residual_floor
+                self._stream = ResidualStream(module, factor, on_error, floor, passes_overflow=is_loss_scaled)
             self._layer_clip.attach(module.named_parameters(), self._stream)
+
+    def start(self) -> None:
+        """Hook the model."""
+        if self._stream is not None:
+            self._stream.start()
+
+    def close(self) -> None:
+        """Nothing is held back any more: nobody would learn limits or tell."""
+        if self._stream is not None:
+            self._stream.remove()
 
     def before_backward(self, logp_BR: Tensor, mask: Tensor, rollout_logp: Tensor | None) -> None:
         """Hook the coefficients of one micro-batch. Raises ValueError without rollout_logp, where it is needed."""

@@ -25,12 +25,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gradloc.layers import block_index, block_of, is_block, is_vision, layer_key
+from gradloc.layers import VISION, block_index, block_of, is_block, is_vision, layer_key
 
 # Of what is left at a position a norm makes 30 times as much. Trained models leave .3 to .6 of the median at the least
 # (SmolLM2-135M on text, code and random tokens: .40), cancellations a thousandth.
 RESIDUAL_FLOOR = 1 / 30
-_EMBEDDING = "embedding"
+HEARD_MIN = 8  # positions; of fewer a median says little
 
 
 @dataclass
@@ -47,22 +47,39 @@ class _Passage:
         if self.cancelled_BT is None and self.sizes:
             is_heard_BT = norms_BT != 0.0
             # Not torch.median: on a GPU it has no deterministic kernel, which some trainers insist on.
-            middle = ((is_heard_BT.sum() - 1) // 2).clamp(min=0).reshape(1)
+            num_heard = is_heard_BT.sum()
+            middle = ((num_heard - 1) // 2).clamp(min=0).reshape(1)
             cancelled_BT = torch.zeros_like(is_heard_BT)
             for sizes_BT in self.sizes:
                 sorted_N = torch.where(is_heard_BT, sizes_BT, math.inf).flatten().sort().values
                 median = sorted_N.gather(0, middle)
-                cancelled_BT |= (sizes_BT < floor * median) & torch.isfinite(median)
+                cancelled_BT |= (sizes_BT < floor * median) & (num_heard >= HEARD_MIN)
             self.cancelled_BT, self.sizes = cancelled_BT, []
         return self.cancelled_BT
 
 
+class _Leaving:
+    """Forward hook of a block. A copy of the model, by deepcopy or pickle, has one that does nothing: its passes are
+    none of ours."""
+
+    def __init__(self, stream: "ResidualStream | None" = None, number: int = 0, own: nn.Module | None = None) -> None:
+        self._stream, self._number, self._own = stream, number, own
+
+    def __call__(self, module: nn.Module, _args: Any, output: Any) -> None:
+        if self._stream is not None and module is self._own:
+            self._stream.leaves(self._number, output)
+
+    def __reduce__(self) -> "tuple[type[_Leaving], tuple[()]]":
+        return _Leaving, ()
+
+
 class ResidualStream:
-    """Hooks a model's blocks, until `remove`. `names`: its boundaries from below, empty where no block is known.
+    """Hooks a model's blocks, from `start` to `remove`. `names`: its boundaries from below, empty where there is none.
 
     factor: what takes a gradient of this rank's backward pass to the step's (the mean over ranks, the loss scale);
     asked once a step. on_error: told what went wrong in a hook, which then changes nothing. residual_floor: fraction of
-    the median position's stream under which one is cancelled; 0: none is.
+    the median position's stream under which one is cancelled; 0: none is. passes_overflow: what is not finite goes on,
+    for whoever scales the loss has to see that it overflowed.
     """
 
     def __init__(
@@ -71,9 +88,12 @@ class ResidualStream:
         factor: Callable[[], float],
         on_error: Callable[[Exception], None],
         residual_floor: float = RESIDUAL_FLOOR,
+        *,
+        passes_overflow: bool = False,
     ) -> None:
-        blocks = _blocks(model)
+        self._blocks = _blocks(model)
         self.names = boundaries_of(model)
+        self._passes_overflow = passes_overflow
         self._factor, self._on_error, self._residual_floor = factor, on_error, residual_floor
         self._scale: float | None = None  # the factor of the step in progress
         self._limits_K = [math.nan] * len(self.names)
@@ -82,14 +102,18 @@ class ResidualStream:
         self._squares_K: list[list[Tensor]] = []
         self._held_K: list[list[Tensor]] = []
         self._forget()
+        self._handles: list[Any] = []
+
+    def start(self) -> None:
+        """Hook the blocks; the last thing to do, so that nothing is left behind where something else fails."""
         self._handles = [
-            module.register_forward_hook(self._leaving(number, module))
-            for number, modules in enumerate(blocks.values())
-            for module in modules
+            block.register_forward_hook(_Leaving(self, number, block))
+            for number, block in enumerate(self._blocks.values())
         ]
 
     def remove(self) -> None:
-        """Leave the model as it was."""
+        """Leave the model as it was, and passes that are under way alone."""
+        self._is_suspended = True
         for handle in self._handles:
             handle.remove()
 
@@ -101,8 +125,8 @@ class ResidualStream:
     def take(self) -> Tensor:
         """Of the step's micro-batches on this rank: squared norm of what enters each layer, and how many positions were
         held back, which count in the former where they are finite: float64 [2, K] on the host. Starts the next step."""
-        squares = [torch.stack(own).sum() if own else torch.zeros(()) for own in self._squares_K]
-        held = [torch.stack(own).sum() if own else torch.zeros(()) for own in self._held_K]
+        squares = [own[0] if own else torch.zeros(()) for own in self._squares_K]
+        held = [own[0] if own else torch.zeros(()) for own in self._held_K]
         self._forget()
         if not squares:
             return torch.zeros(2, 0, dtype=torch.float64)
@@ -125,22 +149,18 @@ class ResidualStream:
         self._squares_K = [[] for _ in self.names]
         self._held_K = [[] for _ in self.names]
 
-    def _leaving(self, number: int, own: nn.Module) -> Callable[[nn.Module, Any, Any], None]:
-        def hook(module: nn.Module, _args: Any, output: Any) -> None:
-            if module is not own or self._is_suspended:  # a deep copy of the model has this very hook
-                return
-            hidden = output[0] if isinstance(output, tuple) and output else output
-            # Without gradients nothing will come back; a checkpointed block is called again with them.
-            if not isinstance(hidden, Tensor) or not hidden.requires_grad or not torch.is_grad_enabled():
-                return
-            if hidden.dim() < 2 or torch.compiler.is_compiling():
-                return
-            try:
-                self.watch(number, hidden)
-            except Exception as error:  # noqa: BLE001 - a forward pass is no place to fail in
-                self._on_error(error)
-
-        return hook
+    def leaves(self, number: int, output: Any) -> None:
+        """What a block gave."""
+        hidden = output[0] if isinstance(output, tuple) and output else output
+        # Without gradients nothing will come back; a checkpointed block is called again with them.
+        if self._is_suspended or not isinstance(hidden, Tensor) or not hidden.requires_grad:
+            return
+        if hidden.dim() < 2 or not torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return
+        try:
+            self.watch(number, hidden)
+        except Exception as error:  # noqa: BLE001 - a forward pass is no place to fail in
+            self._on_error(error)
 
     def watch(self, number: int, hidden_BTH: Tensor) -> None:
         """Look at what leaves a block (by the number of its boundary), and be told when its gradient is back."""
@@ -158,24 +178,33 @@ class ResidualStream:
         if self._is_suspended:
             return None
         try:
-            if self._scale is None:
-                self._scale = abs(self._factor())
-            norms_BT = torch.linalg.vector_norm(grad_BTH, dim=-1, dtype=_wide(grad_BTH.dtype)) * self._scale
-            precise_BT = norms_BT.double() if norms_BT.device.type != "mps" else norms_BT.cpu().double()
-            self._add(self._squares_K[number], torch.where(torch.isfinite(precise_BT), precise_BT, 0.0).square().sum())
-            over_BT, limit = passage.judge(norms_BT, self._residual_floor), self._limits_K[number]
-            if over_BT is not None:
-                over_BT = over_BT & (norms_BT != 0.0)  # padding sends nothing, cancelled or not
-            if not math.isnan(limit):
-                too_large_BT = ~(norms_BT <= limit)  # a NaN too
-                over_BT = too_large_BT if over_BT is None else over_BT | too_large_BT
-            if over_BT is None or (over_BT.device.type == "cpu" and not bool(over_BT.any())):
-                return None  # a GPU is not waited for to know that
-            self._add(self._held_K[number], over_BT.sum())
-            return grad_BTH.masked_fill(over_BT.unsqueeze(-1), 0.0)
+            over_BT: Tensor | None = self._over(number, grad_BTH.detach(), passage)
+            return None if over_BT is None else grad_BTH.masked_fill(over_BT.unsqueeze(-1), 0.0)
         except Exception as error:  # noqa: BLE001 - a backward pass is no place to fail in
             self._on_error(error)
             return None
+
+    @torch.no_grad()
+    def _over(self, number: int, grad_BTH: Tensor, passage: _Passage) -> Tensor | None:
+        """Measure, and say which positions are held back; None where it is known that none is."""
+        if self._scale is None:
+            self._scale = abs(self._factor())
+        norms_BT = torch.linalg.vector_norm(grad_BTH, dim=-1, dtype=_wide(grad_BTH.dtype)) * self._scale
+        precise_BT = norms_BT.double() if norms_BT.device.type != "mps" else norms_BT.cpu().double()
+        self._add(self._squares_K[number], torch.where(torch.isfinite(precise_BT), precise_BT, 0.0).square().sum())
+        limit = self._limits_K[number]
+        over_BT: Tensor | None = passage.judge(norms_BT, self._residual_floor)
+        if over_BT is not None:
+            over_BT = over_BT & (norms_BT != 0.0)  # padding sends nothing, cancelled or not
+        if not math.isnan(limit):
+            too_large_BT = ~(norms_BT <= limit)  # a NaN too
+            over_BT = too_large_BT if over_BT is None else over_BT | too_large_BT
+        if over_BT is not None and self._passes_overflow:
+            over_BT = over_BT & torch.isfinite(norms_BT)
+        if over_BT is None or (over_BT.device.type == "cpu" and not bool(over_BT.any())):
+            return None  # a GPU is not waited for to know that
+        self._add(self._held_K[number], over_BT.sum())
+        return over_BT
 
     @staticmethod
     def _add(own: list[Tensor], value: Tensor) -> None:
@@ -194,18 +223,26 @@ def norms_from(squares_K: Sequence[float]) -> list[float]:
 
 
 def is_below(layer: str, boundary: str) -> bool:
-    """Whether a layer (or layer key) gets its gradient through this boundary."""
-    if layer == _EMBEDDING:
-        return True
-    index, top = block_index(layer), block_index(boundary)
-    return index is not None and top is not None and index <= top
+    """Whether a layer (or layer key) may get its gradient through this boundary: all but the blocks above, the last
+    norm and the head; what makes vectors of pictures does."""
+    index, top = (None if layer.startswith(VISION) else block_index(layer)), block_index(boundary)
+    if index is not None and top is not None:
+        return index <= top
+    return block_of(layer) not in ("norm", "head")
 
 
-def _blocks(model: nn.Module) -> dict[str, list[nn.Module]]:
-    blocks: dict[str, list[nn.Module]] = {}
+def _blocks(model: nn.Module) -> dict[str, nn.Module]:
+    """By layer; none where there are two stacks of them (encoder and decoder), for what enters one leaves the other."""
+    blocks: dict[str, nn.Module] = {}
+    outer = "\0"
     for name, module in model.named_modules():
-        if is_block(name) and not is_vision(name):
-            blocks.setdefault(block_of(layer_key(f"{name}.weight")), []).append(module)
+        if not is_block(name) or is_vision(name) or name.startswith(outer):
+            continue
+        outer = f"{name}."  # blocks inside a block are its own affair
+        key = block_of(layer_key(f"{name}.weight"))
+        if key in blocks:
+            return {}
+        blocks[key] = module
     return blocks
 
 
