@@ -13,7 +13,7 @@ Every other position, and every layer above, gets to the bit what it would have 
 that is entered through it from above: "layers.0", ... Below the lowest block there is none: of what enters the
 embedding, positions of padding would be the largest, and no row learns from them. Knows no history and no other rank:
 limits are given, norms and counts taken. Hooks raise nothing into a pass.
-Shapes: B rows, T positions (or one axis of both), H width, K boundaries, N positions of all rows.
+Shapes: B rows, T positions (or one axis of both), H width, K boundaries, L blocks, N positions of all rows.
 """
 
 import contextlib
@@ -30,6 +30,7 @@ from gradloc.layers import VISION, block_index, block_of, is_block, is_vision, l
 # Of what is left at a position a norm makes 30 times as much. Trained models leave .3 to .6 of the median at the least
 # (SmolLM2-135M on text, code and random tokens: .40), cancellations a thousandth.
 RESIDUAL_FLOOR = 1 / 30
+_SORTED_AT_ONCE = 1 << 22  # sizes, to bound memory
 HEARD_MIN = 8  # positions; of fewer a median says little
 
 
@@ -50,11 +51,13 @@ class _Passage:
             num_heard = is_heard_BT.sum()
             middle = ((num_heard - 1) // 2).clamp(min=0).reshape(1)
             cancelled_BT = torch.zeros_like(is_heard_BT)
-            for sizes_BT in self.sizes:
-                sorted_N = torch.where(is_heard_BT, sizes_BT, math.inf).flatten().sort().values
-                median = sorted_N.gather(0, middle)
-                cancelled_BT |= (sizes_BT < floor * median) & (num_heard >= HEARD_MIN)
-            self.cancelled_BT, self.sizes = cancelled_BT, []
+            at_once = max(1, _SORTED_AT_ONCE // max(1, is_heard_BT.numel()))
+            for first in range(0, len(self.sizes), at_once):
+                sizes_LN = torch.stack(self.sizes[first : first + at_once]).flatten(1)
+                sorted_LN = torch.where(is_heard_BT.flatten(), sizes_LN, math.inf).sort(dim=1).values
+                medians_L1 = sorted_LN.index_select(1, middle)
+                cancelled_BT |= (sizes_LN < floor * medians_L1).any(dim=0).view_as(cancelled_BT)
+            self.cancelled_BT, self.sizes = cancelled_BT & (num_heard >= HEARD_MIN), []
         return self.cancelled_BT
 
 
@@ -123,8 +126,8 @@ class ResidualStream:
         self._limits_K = list(limits_K)
 
     def take(self) -> Tensor:
-        """Of the step's micro-batches on this rank: squared norm of what enters each layer, and how many positions were
-        held back, which count in the former where they are finite: float64 [2, K] on the host. Starts the next step."""
+        """Of the step's micro-batches on this rank: squared norm of what enters each layer, and how many of its positions
+        were held back: float64 [2, K] on the host. Starts the next step."""
         squares = [own[0] if own else torch.zeros(()) for own in self._squares_K]
         held = [own[0] if own else torch.zeros(()) for own in self._held_K]
         self._forget()
@@ -189,9 +192,11 @@ class ResidualStream:
         """Measure, and say which positions are held back; None where it is known that none is."""
         if self._scale is None:
             self._scale = abs(self._factor())
-        norms_BT = torch.linalg.vector_norm(grad_BTH, dim=-1, dtype=_wide(grad_BTH.dtype)) * self._scale
+        norms_BT = torch.linalg.vector_norm(grad_BTH, dim=-1, dtype=_wide(grad_BTH.dtype))
+        if self._scale != 1.0:
+            norms_BT = norms_BT * self._scale
         precise_BT = norms_BT.double() if norms_BT.device.type != "mps" else norms_BT.cpu().double()
-        self._add(self._squares_K[number], torch.where(torch.isfinite(precise_BT), precise_BT, 0.0).square().sum())
+        self._add(self._squares_K[number], precise_BT.square().sum())
         limit = self._limits_K[number]
         over_BT: Tensor | None = passage.judge(norms_BT, self._residual_floor)
         if over_BT is not None:
