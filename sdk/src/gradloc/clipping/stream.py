@@ -126,8 +126,8 @@ class ResidualStream:
         self._limits_K = list(limits_K)
 
     def take(self) -> Tensor:
-        """Of the step's micro-batches on this rank: squared norm of what enters each layer, and how many of its positions
-        were held back: float64 [2, K] on the host. Starts the next step."""
+        """Of the step's micro-batches on this rank: squared norm of what enters each layer, and how many positions were
+        held back from it: float64 [2, K] on the host. Starts the next step."""
         squares = [own[0] if own else torch.zeros(()) for own in self._squares_K]
         held = [own[0] if own else torch.zeros(()) for own in self._held_K]
         self._forget()
